@@ -19,7 +19,7 @@ from tests.clocks import clocked, listening
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
-from torchgpipe.frames.door import here
+from torchgpipe.frames.door import this_thread
 
 PHONY = (COPY, 2.0, "4 3")
 
@@ -251,7 +251,7 @@ def frames() -> Picture:
     calls: list[tuple[int, int, str]] = []
 
     def note(name: str) -> None:
-        frame: Any = here.visitor.frame  # type: ignore[union-attr]
+        frame: Any = this_thread.visitor.frame  # type: ignore[union-attr]
         calls.append((frame.i, frame.column, name))
 
     for name in model.layout.spine:

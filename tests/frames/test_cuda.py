@@ -68,6 +68,6 @@ def test_without_grad_and_in_one_piece(devices: list[str]) -> None:
     with torch.no_grad():
         expected = plain(data["ids"])["logits"]
         torch.testing.assert_close(model(data["ids"])["logits"].cpu(), expected)
-        model._torchgpipe.splitter.rows_of = lambda arguments: 0
+        model._torchgpipe.study.splitter.rows_of = lambda arguments: 0
         with pytest.warns(UserWarning, match="in one piece"):
             torch.testing.assert_close(model(data["ids"])["logits"].cpu(), expected)

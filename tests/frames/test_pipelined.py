@@ -574,6 +574,22 @@ def test_turning_back_to_an_earlier_partition_is_refused() -> None:
         model(X)
 
 
+def test_errors_count_partitions_as_the_layout_does() -> None:
+    """Neighbours on one device run as one, and errors called the partition after them 1."""
+
+    def forward(self: Any, x: Tensor, turn: bool = False) -> Any:
+        first, *others = self.layers
+        for layer in [*others, first] if turn else [first, *others]:
+            x = layer(x)
+        return x
+
+    devices = ["cpu:0", "cpu:0", "cpu:1"]
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    model: Any = pipelined(chain(forward, *layers), X[:2], chunks=2, devices=devices)
+    with pytest.raises(RuntimeError, match=r"'layers\.0' belongs to partitions 0 to 1, .* modules of partition 2,"):
+        model(X, turn=True)
+
+
 # ------------------------------------------------------------------------------------------------- inputs and outputs
 
 

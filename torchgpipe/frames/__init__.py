@@ -8,7 +8,9 @@ Words of this room, beside those of the field:
     door       what stands in front of a module of the spine, and is called in its place
     visitor    whoever runs the model in a thread, and is asked at each door: a micro-batch in its frame (traveller), a
                recomputation at backward, or a run in one piece
-    column     a partition, or neighbouring partitions on one device, which run as one
+    part       a module of the spine, or several that cannot be kept apart
+    partition  neighbouring parts: what is balanced, and what layouts and errors tell of
+    column     what runs as one: a partition, or neighbouring partitions on one device; j is a column
     home       the column in which a tensor was computed
     export     a tensor that other columns use; an import stands for it there, at the beginning of a graph of its own
 """

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.frames.inputs import Arguments
-from torchgpipe.frames.layout import Layout, PartitionLayout, SpinePart
+from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings, door_of
-from torchgpipe.frames.spine import Part, Trace, spine_of
+from torchgpipe.frames.spine import Trace, spine_of
 from torchgpipe.model.values import dotted
 
 __all__ = ["arrange"]
@@ -52,61 +53,37 @@ def arrange(
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
-    began = balance if isinstance(balance, Mapping) else {}
-    found = found or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
-    traces = found.traces
-    if found.on_meta and balance == "time":
+    begins = list(balance) if isinstance(balance, Mapping) else []
+    shown = found or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
+    traces = shown.traces
+    if shown.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    spine = spine_of(module, traces[0], len(devices), list(began))
+    spine = spine_of(module, traces[0], len(devices), begins)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)
     for part in spine:
-        part.seconds = min([one.seconds(part.modules.values()) for one in traces])
+        part.seconds = min([traced.seconds(part.modules) for traced in traces])
     if len(spine) < n:
         raise ValueError(_too_short(spine, n))
     counts = _counts(module, spine, n, balance)
-    parts = _divided(spine, counts)
-    columns = [*range(n)] if apart else _columns(devices)
-    doors = {name: columns[j] for j, own in enumerate(parts) for part in own for name in part.modules}
-    names = {child: name for name, child in module.named_modules()}
-    homes = _homes(module, traces[0], doors, names)
-    _verify_kept(traces[0], doors, names)
-    _verify_drawn(traces[0], doors, names)
-    recomputed = _recomputed(names.values(), doors, checkpoint)
-    doors = _coarser(module, traces[0], doors, names) | {
-        name: next(doors[own] for own in doors if f"{name}.".startswith(f"{own}.") or f"{own}.".startswith(f"{name}."))
-        for name in recomputed
-    }
-    layout = Layout(
-        [
-            PartitionLayout(
-                device, tuple([SpinePart(part.name, part.parameters, part.size, part.seconds) for part in own])
-            )
-            for device, own in zip(devices, parts)
-        ],
-        _tied(module),
-    )
+    rest = iter(spine)
+    partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
+    columns = _columns(partitions, apart=apart)
+    doors = _Doors(module, traces[0], partitions, columns)
+    doors.verify_kept()
+    doors.verify_drawn()
+    recomputed = doors.recomputed(checkpoint)
     return Settings(
-        devices=[device for j, device in enumerate(devices) if j == 0 or columns[j] != columns[j - 1]],
-        labels=_labels(layout, columns),
-        parts=[
-            [part.name for j, own in enumerate(parts) if columns[j] == column for part in own]
-            for column in range(columns[-1] + 1)
-        ],
-        doors=doors,
-        homes=homes,
-        recomputed=recomputed,
-        splitter=found.splitter,
-        kinds=found.kinds,
-        counted=traces[0].labels or ("labels", -100),
-        shifts=found.shifts,
-        takes_items=found.takes_items,
-        draws_elsewhere=found.draws_elsewhere,
-        epsilon=traces[0].epsilon,
-        on_meta=found.on_meta,
-        keeps_tensors=any([one.keeps_tensors for one in traces]),
-        layout=layout,
+        devices=[devices[members[0]] for members in columns],
+        names=[_name(members) for members in columns],
+        labels=[_label(partitions, members) for members in columns],
+        parts=[[part.name for j in members for part in partitions[j].parts] for members in columns],
+        doors=doors.coarser() | recomputed,
+        homes=doors.homes(),
+        recomputed={*recomputed},
+        study=replace(shown, traces=[]),
+        layout=Layout(partitions, _tied(module)),
         **settings,
     )
 
@@ -158,11 +135,13 @@ def _counts_of_names(spine: list[Part], n: int, balance: Mapping[str, int]) -> l
     named: dict[int, int] = {}
     begins = [0, *[len(spine)] * (n - 1)]
     for name, j in sorted(balance.items(), key=lambda item: len(item[0])):  # an inner name counts more
-        found = [k for k, part in enumerate(spine) if any(f"{own}.".startswith(f"{name}.") for own in part.modules)]
-        if not found:
+        within = [
+            k for k, part in enumerate(spine) if any(f"{module}.".startswith(f"{name}.") for module in part.modules)
+        ]
+        if not within:
             raise ValueError(f"balance names '{name}', which is no part of the spine; the parts are {parts}")
-        begins[j] = min(begins[j], found[0])
-        named.update(dict.fromkeys(found, j))
+        begins[j] = min(begins[j], within[0])
+        named.update(dict.fromkeys(within, j))
     counts = [b - a for a, b in zip(begins, [*begins[1:], len(spine)])]
     if min(counts) < 1:
         raise ValueError(
@@ -178,128 +157,145 @@ def _counts_of_names(spine: list[Part], n: int, balance: Mapping[str, int]) -> l
     return counts
 
 
-def _divided(spine: list[Part], counts: Sequence[int]) -> list[list[Part]]:
-    rest = iter(spine)
-    return [[next(rest) for _ in range(count)] for count in counts]
-
-
-def _columns(devices: Sequence[torch.device]) -> list[int]:
-    """Return the column of each partition: neighbours on one device are one column."""
-    columns = [0]
-    for before, device in pairwise(devices):
-        columns.append(columns[-1] + (device != before))
+def _columns(partitions: Sequence[PartitionLayout], *, apart: bool) -> list[list[int]]:
+    """Return the partitions of each column: neighbours on one device are one column, unless they are kept apart."""
+    columns = [[0]]
+    for j in range(1, len(partitions)):
+        if apart or partitions[j].device != partitions[j - 1].device:
+            columns.append([])
+        columns[-1].append(j)
     return columns
 
 
-def _labels(layout: Layout, columns: Sequence[int]) -> list[str]:
-    labels = []
-    for column in range(columns[-1] + 1):
-        own = [(j, layout.partitions[j]) for j, other in enumerate(columns) if other == column]
-        (first, begin), (last, end) = own[0], own[-1]
-        numbers = f"partition {first}" if first == last else f"partitions {first} to {last}"
-        names = f"'{begin.parts[0].name}'..'{end.parts[-1].name}'"
-        labels.append(f"{numbers} (modules {names}) on {begin.device}")
-    return labels
+def _name(members: Sequence[int]) -> str:
+    return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"
 
 
-def _coarser(
-    module: nn.Module, traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]
-) -> dict[str, int]:
-    """Return fewer doors: where all doors within a module lead to one column, a door of the module replaces them."""
-    # No functions that call themselves: each would be a cycle that holds the model until the collector runs.
-    inside: dict[nn.Module, set[int]] = {}
-    columns_of: dict[int, set[int]] = {}
-    for call in reversed(traced.calls()):  # inner calls first
-        name = names.get(call.module, "")
-        within = [columns_of[id(inner)] for inner in call.inner]
-        columns_of[id(call)] = {doors[name]} if name in doors else set().union(*within)
-        inside.setdefault(call.module, set()).update(columns_of[id(call)])
-    result: dict[str, int] = {}
-    pending = [traced.root]
-    while pending:
-        call = pending.pop(0)
-        name, columns = names.get(call.module, ""), inside[call.module]
-        if call.module is not module and len(columns) == 1:
-            result[name] = next(iter(columns))
-        elif name not in doors:
-            pending[:0] = call.inner
-    return result
+def _label(partitions: Sequence[PartitionLayout], members: Sequence[int]) -> str:
+    first, last = partitions[members[0]], partitions[members[-1]]
+    return f"{_name(members)} (modules '{first.parts[0].name}'..'{last.parts[-1].name}') on {first.device}"
 
 
-def _homes(
-    module: nn.Module, traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]
-) -> dict[str, int]:
-    """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
-    column_at = _column_at(traced, doors, names)
-    homes: dict[str, int] = {}
-    for name, child in module.named_modules():
-        if door_of(name, doors) is not None:
-            continue
-        for own, tensor in [*child._parameters.items(), *child._buffers.items()]:
-            if tensor is not None:
-                homes[dotted(name, own)] = column_at(traced.used.get(tensor, 0))
-    return homes
+class _Doors:
+    """Doors in front of the spine of a model.
 
+    Args:
+        module: the model
+        traced: what a run of it has shown
+        partitions: the partitions of the spine
+        columns: the partitions of each column
+    """
 
-def _column_at(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> Callable[[int], int]:
-    """Return a function from a place in the trace to the column of the door that was entered last."""
-    starts = sorted(
-        [(call.start, doors[names[call.module]]) for call in traced.calls() if names.get(call.module, "") in doors]
-    )
-    return lambda place: next((column for start, column in reversed(starts) if start <= place), 0)
+    def __init__(
+        self,
+        module: nn.Module,
+        traced: Trace,
+        partitions: Sequence[PartitionLayout],
+        columns: Sequence[Sequence[int]],
+    ) -> None:
+        self._module, self._traced = module, traced
+        places = {
+            name: (column, j)
+            for column, members in enumerate(columns)
+            for j in members
+            for part in partitions[j].parts
+            for name in part.modules
+        }
+        #: For each module of the spine, its column.
+        self._columns = {name: column for name, (column, _) in places.items()}
+        self._starts = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
 
+    def _place_at(self, time: int) -> tuple[int, int]:
+        """Return the column and the partition of the door that was entered last before a time of the trace."""
+        return next((place for start, place in reversed(self._starts) if start <= time), (0, 0))
 
-def _verify_kept(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
-    """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
-    column_at = _column_at(traced, doors, names)
-    for module, attribute, first, last in traced.kept:
-        name, user = names[module], column_at(last)
-        if user > column_at(first):
-            where = f"'{name}'" if name else "the model"
+    def homes(self) -> dict[str, int]:
+        """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
+        return {
+            dotted(prefix, name): self._place_at(self._traced.used.get(tensor, 0))[0]
+            for prefix, child in self._module.named_modules()
+            if door_of(prefix, self._columns) is None
+            for name, tensor in [*child._parameters.items(), *child._buffers.items()]
+            if tensor is not None
+        }
+
+    def verify_kept(self) -> None:
+        """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
+        for kept in self._traced.kept:
+            (first, _), (last, user) = self._place_at(kept.first), self._place_at(kept.last)
+            if last > first:
+                where = f"'{kept.module}'" if kept.module else "the model"
+                raise ValueError(
+                    f"{where} keeps the tensor '{kept.attribute}' on itself, and partition {user} uses it, where it "
+                    "may be that of another micro-batch; return it, or give a balance that keeps it and its user "
+                    "together"
+                )
+
+    def verify_drawn(self) -> None:
+        """Raise if partitions share a generator of the model's own: micro-batches would draw in no certain order."""
+        users: dict[torch.Generator, tuple[int, int]] = {}
+        for generator, time in self._traced.drawn:
+            column, user = self._place_at(time)
+            first, first_user = users.setdefault(generator, (column, user))
+            if column != first:
+                raise ValueError(
+                    f"partitions {first_user} and {user} draw from one torch.Generator of the model, in no certain "
+                    "order, as they work at the same time; draw from PyTorch's own generator, for which each "
+                    "micro-batch has a seed, give each module a generator, or a balance that keeps those that share "
+                    "it in one partition"
+                )
+
+    def coarser(self) -> dict[str, int]:
+        """Return fewer doors: where all within a module lead to one column, a door of the module replaces them."""
+        of_calls: dict[int, set[int]] = {}
+        of_modules: dict[str, set[int]] = {}
+        for call in reversed(self._traced.calls):  # inner calls first
+            is_door = call.name in self._columns
+            inside = [{self._columns[call.name]}] if is_door else [of_calls[inner.start] for inner in call.inner]
+            of_calls[call.start] = set().union(*inside)
+            of_modules.setdefault(call.name, set()).update(of_calls[call.start])
+        result: dict[str, int] = {}
+        pending = [*self._traced.calls[0].inner]
+        while pending:
+            call = pending.pop(0)
+            if len(of_modules[call.name]) == 1:
+                (result[call.name],) = of_modules[call.name]
+            elif call.name not in self._columns:
+                pending[:0] = call.inner
+        return result
+
+    def recomputed(self, checkpoint: bool | Collection[str]) -> dict[str, int]:
+        """Return the modules that run again at backward, each with its column."""
+        if checkpoint == "except_last":
             raise ValueError(
-                f"{where} keeps the tensor '{attribute}' on itself, and partition {user} uses it, where it may be "
-                "that of another micro-batch; return it, or give a balance that keeps it and its user together"
+                "checkpoint='except_last' is for GPipe; a pipelined model recomputes modules, in all micro-batches: "
+                "give 'always', 'never', or the names of modules to recompute"
             )
-
-
-def _verify_drawn(traced: Trace, doors: Mapping[str, int], names: Mapping[nn.Module, str]) -> None:
-    """Raise if partitions share a generator of the model's own: their micro-batches would draw in no certain order."""
-    column_at = _column_at(traced, doors, names)
-    first: dict[torch.Generator, int] = {}
-    for generator, place in traced.drawn:
-        column, before = column_at(place), first.setdefault(generator, column_at(place))
-        if column != before:
+        if isinstance(checkpoint, bool) or checkpoint in ("always", "never", None):
+            return dict(self._columns) if checkpoint in (True, "always") else {}
+        names = [checkpoint] if isinstance(checkpoint, str) else [*checkpoint]
+        modules = dict(self._module.named_modules())
+        unknown = [name for name in names if name not in modules]
+        if unknown:
             raise ValueError(
-                f"partitions {before} and {column} draw from one torch.Generator of the model, in no certain order, as "
-                "they work at the same time; draw from PyTorch's own generator, for which each micro-batch has a seed, "
-                "give each module a generator, or a balance that keeps those that share it in one partition"
+                f"checkpoint names {unknown}, but takes 'always', 'never', or names of modules, such as the parts of "
+                f"the spine: {[*self._columns]}"
             )
+        columns = {name: self._columns_of(name) for name in names}
+        across = [name for name in names if len(columns[name]) != 1]
+        if across:
+            raise ValueError(
+                f"checkpoint names {across}, which lie in several partitions or in none; name modules within one "
+                f"partition: {[*self._columns]}"
+            )
+        return {name: next(iter(columns[name])) for name in names}
 
-
-def _recomputed(names: Collection[str], doors: Mapping[str, int], checkpoint: bool | Collection[str]) -> set[str]:
-    if checkpoint == "except_last":
-        raise ValueError(
-            "checkpoint='except_last' is for GPipe; a pipelined model recomputes modules, in all micro-batches: give "
-            "'always', 'never', or the names of modules to recompute"
-        )
-    if isinstance(checkpoint, bool) or checkpoint in ("always", "never", None):
-        return {*doors} if checkpoint in (True, "always") else set()
-    if isinstance(checkpoint, str):
-        checkpoint = [checkpoint]
-    unknown = [name for name in checkpoint if name not in names]
-    if unknown:
-        raise ValueError(
-            f"checkpoint names {unknown}, but takes 'always', 'never', or names of modules, such as the parts of the "
-            f"spine: {[*doors]}"
-        )
-    apart = [name for name in checkpoint if door_of(name, doors) is None]
-    across = [name for name in apart if len({doors[one] for one in doors if one.startswith(f"{name}.")}) != 1]
-    if across:
-        raise ValueError(
-            f"checkpoint names {across}, which lie in several partitions or in none; name modules within one "
-            f"partition: {[*doors]}"
-        )
-    return {*checkpoint}
+    def _columns_of(self, name: str) -> set[int]:
+        """Return the columns of a module: that of the door in front of it, or those of the doors within."""
+        door = door_of(name, self._columns)
+        if door is not None:
+            return {self._columns[door]}
+        return {column for inner, column in self._columns.items() if inner.startswith(f"{name}.")}
 
 
 def _tied(module: nn.Module) -> list[tuple[str, ...]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -22,7 +21,9 @@ from torchgpipe.engine.cut import (
     verify_complete,
 )
 from torchgpipe.engine.function import Edge, accumulate
+from torchgpipe.engine.record import recorded
 from torchgpipe.engine.split_backward import nodes_below
+from torchgpipe.frames.columns import Columns
 
 __all__ = ["Export", "FrameCell"]
 
@@ -49,10 +50,9 @@ class FrameCell:
     """Micro-batch ``i`` in a column.
 
     Args:
+        i: the micro-batch
         column: the column
-        device: the device of the column
-        where: the column, for errors
-        heard: tells the listener of the mini-batch
+        columns: all columns
         verifies: whether to look for operations that the pipeline has not seen
         splits: whether backward may be split
 
@@ -61,12 +61,12 @@ class FrameCell:
             behind the last
     """
 
-    def __init__(
-        self, column: int, device: torch.device, where: str, heard: Heard, *, verifies: bool, splits: bool
-    ) -> None:
-        self._column = column
-        self._cut = CutGraph(device, functools.partial(differentiated_by_itself, where))
-        self._where, self._heard, self._verifies, self._splits = where, heard, verifies, splits
+    def __init__(self, i: int, column: int, columns: Columns, *, verifies: bool, splits: bool) -> None:
+        stream = columns.computing[column]
+        self._column, self._where = column, columns.labels[column]
+        self._cut = CutGraph(stream.device, functools.partial(differentiated_by_itself, self._where))
+        self._heard: Heard = lambda kind: recorded(columns.listener, kind, i, column, None, stream)
+        self._verifies, self._splits = verifies, splits
         self._exports: dict[tuple[int, int], Export] = {}
         #: For each import, the route back, and where its gradient arrives.
         self._sources: list[tuple[Route | None, Arrival]] = []

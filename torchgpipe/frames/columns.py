@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.record import Listener
+from torchgpipe.frames.door import Owner
+from torchgpipe.frames.layout import Crossed
+from torchgpipe.frames.settings import Settings
 
-__all__ = ["Columns", "copier"]
+__all__ = ["Columns", "Shared", "copier"]
 
 
 class Columns:
     """The columns of a mini-batch: where they compute, and the routes between them.
 
     Args:
-        devices: the device of each column
+        settings: the settings of the module
         streams: the source of streams
         listener: the listener of the mini-batch, if there is one
+
+    Attributes:
+        devices: the device of each column
+        names: names each column by the numbers of its partitions, for errors
+        labels: names each column with its modules and its device, for errors
+        streams: the source of streams
+        listener: the listener of the mini-batch, if there is one
+        computing: the stream that each column computes on
     """
 
-    def __init__(self, devices: list[torch.device], streams: Streams, listener: Listener | None = None) -> None:
-        self.devices = devices
+    def __init__(self, settings: Settings, streams: Streams, listener: Listener | None = None) -> None:
+        self.devices, self.names, self.labels = settings.devices, settings.names, settings.labels
         self.streams = streams
         self.listener = listener
-        self.computing: list[Stream] = [streams.current(device) for device in devices]
+        self.computing: list[Stream] = [streams.current(device) for device in self.devices]
         self._routes = {
             (a, c): route
             for c, target in enumerate(self.computing)
@@ -61,6 +74,24 @@ class Columns:
         return bool(self._routes)
 
 
+class Shared(NamedTuple):
+    """What the frames of a mini-batch share.
+
+    Attributes:
+        columns: where they compute
+        aliases: the aliases of the model's parameters
+        buffers: the ids of the model's buffers
+        owner: the identity of the pipeline
+        crossed: what the first micro-batch has carried from column to column
+    """
+
+    columns: Columns
+    aliases: Aliases
+    buffers: Set[int]
+    owner: Owner
+    crossed: list[Crossed]
+
+
 def copier(
     streams: Streams, device: torch.device, sources: Container[torch.device] | None = None
 ) -> Callable[[Tensor], Tensor]:
@@ -73,8 +104,8 @@ def copier(
     """
 
     def copied(tensor: Tensor) -> Tensor:
-        there = streams.device_of(tensor)
-        if there is None or (sources is not None and there not in sources) or not streams.moves(there, device):
+        source = streams.device_of(tensor)
+        if source is None or (sources is not None and source not in sources) or not streams.moves(source, device):
             return tensor
         copy = tensor.to(device)
         # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.

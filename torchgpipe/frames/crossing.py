@@ -10,38 +10,33 @@ the same import. If the model has changed the import in place, later columns imp
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import is_checkpointed, memory_of, versions
-from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import copy_forward
 from torchgpipe.frames.cell import FrameCell
-from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
 
 __all__ = ["Crossing"]
 
 
-class _Known(NamedTuple):
-    """A tensor that was brought into the current column; ``tensor`` keeps its id from being used again."""
+class _Brought(NamedTuple):
+    """A tensor with its import or copy in a column, the ``alias``; ``tensor`` keeps its id from being used again."""
 
     tensor: Tensor
     column: int
     alias: Tensor
     version: int
 
-
-class _Changed(NamedTuple):
-    """A tensor whose import or copy, the ``alias``, was changed in place in a column."""
-
-    tensor: Tensor
-    alias: Tensor
-    column: int
+    @property
+    def is_changed(self) -> bool:
+        """Whether the model has changed the alias in place."""
+        return versions([self.alias]) != [self.version]
 
 
 class Crossing:
@@ -50,31 +45,21 @@ class Crossing:
     Args:
         frame: the frame
         cells: the cells of the frame, by column; empty if there is no backward
-        columns: the columns
-        aliases: the aliases of parameters
-        noted: where to note what crosses; None if nobody wants to know
-        buffers: the ids of the model's buffers
+        shared: what all frames share
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        cells: list[FrameCell],
-        columns: Columns,
-        aliases: Aliases,
-        noted: list[Crossed] | None,
-        buffers: Set[int],
-    ) -> None:
-        self._buffers = buffers
-        #: By address, the tensors whose imports were changed in place.
-        self._changed: dict[int, _Changed] = {}
-        self._noted = noted
+    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared) -> None:
         self._frame = frame
         self._cells = cells
-        self._columns = columns
-        self._aliases = aliases
-        self._known: dict[tuple[int, bool], _Known] = {}
-        self._moves = columns.copies
+        self._columns = shared.columns
+        self._aliases = shared.aliases
+        self._buffers = shared.buffers
+        self._noted = None if frame.i else shared.crossed
+        #: By address, the tensors whose imports were changed in place.
+        self._changed: dict[int, _Brought] = {}
+        #: By the id of a tensor, and whether a graph was recorded.
+        self._brought: dict[tuple[int, bool], _Brought] = {}
+        self._moves = shared.columns.copies
 
     @property
     def is_needed(self) -> bool:
@@ -83,9 +68,9 @@ class Crossing:
 
     def note_changes(self) -> None:
         """Note the imports and copies that a module of this column has changed in place."""
-        for one in list(self._known.values()):
-            if one.column == self._frame.column and versions([one.alias]) != [one.version]:
-                self.note_change(one.tensor)
+        for brought in list(self._brought.values()):
+            if brought.column == self._frame.column and brought.is_changed:
+                self.note_change(brought.tensor)
 
     def note_change(self, tensor: Tensor) -> None:
         """Note that the import or the copy of ``tensor`` was changed in place, if there is one.
@@ -93,24 +78,24 @@ class Crossing:
         Raises:
             RuntimeError: ``tensor`` is a buffer, which the change would not reach.
         """
-        known = self._known.get((id(tensor), True)) or self._known.get((id(tensor), False))
-        if known is None:
+        brought = self._brought.get((id(tensor), True)) or self._brought.get((id(tensor), False))
+        if brought is None:
             return
         if id(tensor) in self._buffers:
+            where = self._columns.names[self._frame.column]
             raise RuntimeError(
-                f"the model changes a buffer of shape {tuple(tensor.shape)} in partition {self._frame.column}, but it "
-                "is on the device of another one; give a balance that keeps the buffer's module and its user together"
+                f"the model changes a buffer of shape {tuple(tensor.shape)} in {where}, but it is on the device of "
+                "another one; give a balance that keeps the buffer's module and its user together"
             )
-        address = memory_of(tensor).data_ptr()
-        self._changed.setdefault(address, _Changed(tensor, known.alias, self._frame.column))
+        self._changed.setdefault(memory_of(tensor).data_ptr(), brought)
 
     def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""
-        self._known = {key: one for key, one in self._known.items() if versions([one.alias]) != [one.version]}
+        self._brought = {key: brought for key, brought in self._brought.items() if brought.is_changed}
 
     def end(self) -> None:
         """Forget all: later frames may run in settings that hold this object."""
-        self._known = {}
+        self._brought = {}
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column.
@@ -122,18 +107,18 @@ class Crossing:
             changed = self._changed.get(memory_of(tensor).data_ptr())
             if changed is not None and self._is_stale(tensor, changed):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in partition "
-                    f"{changed.column}, which does not reach the view of the same memory of shape "
+                    f"a tensor of shape {tuple(changed.tensor.shape)} was changed in place in "
+                    f"{self._columns.names[changed.column]}, which does not reach the view of the same memory of shape "
                     f"{tuple(tensor.shape)} from an earlier partition; change a copy (tensor.clone()), or give a "
                     "balance that keeps both in one partition"
                 )
         if self._aliases.host_memory is None:
-            return self._brought(tensor)
-        brought = self._aliases.at(tensor, self._frame.column)
-        if brought is None:
-            brought = self._brought(tensor)
-            self._aliases.verify_present(brought, self._frame.column, "the model")
-        return brought
+            return self._bring(tensor)
+        alias = self._aliases.at(tensor, self._frame.column)
+        if alias is None:
+            alias = self._bring(tensor)
+            self._aliases.verify_present(alias, self._frame.column, "the model")
+        return alias
 
     def bring_operand(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in an operation between two modules.
@@ -142,20 +127,20 @@ class Crossing:
             RuntimeError: as in `bring`; or a checkpoint of the model's own is around the operation, which would run it
                 again with ``tensor`` on the other device.
         """
-        brought = self.bring(tensor)
-        if self._moves and brought is not tensor and is_checkpointed():
+        alias = self.bring(tensor)
+        if self._moves and alias is not tensor and is_checkpointed():
             device_of = self._columns.streams.device_of
-            here, there = device_of(brought), device_of(tensor)
-            if here is not None and there is not None and self._columns.streams.moves(there, here):
+            source, device = device_of(tensor), device_of(alias)
+            if source is not None and device is not None and self._columns.streams.moves(source, device):
+                where = self._columns.names[self._frame.column]
                 raise RuntimeError(
-                    f"torch.utils.checkpoint is around an operation in partition {self._frame.column}, on {here}, that "
-                    f"takes a tensor of shape {tuple(tensor.shape)} from {there}, where it would stay when the "
-                    "operation runs again; put the operation into a module, or give a balance that keeps both on one "
-                    "device"
+                    f"torch.utils.checkpoint is around an operation in {where}, on {device}, that takes a tensor of "
+                    f"shape {tuple(tensor.shape)} from {source}, where it would stay when the operation runs again; "
+                    "put the operation into a module, or give a balance that keeps both on one device"
                 )
-        return brought
+        return alias
 
-    def _is_stale(self, tensor: Tensor, changed: _Changed) -> bool:
+    def _is_stale(self, tensor: Tensor, changed: _Brought) -> bool:
         """Return whether a change that its own alias got has not reached a tensor of the same memory."""
         if tensor is changed.tensor or tensor is changed.alias:
             return False
@@ -163,77 +148,73 @@ class Crossing:
             return self._frame.home(tensor.grad_fn) < changed.column
         return memory_of(changed.alias).data_ptr() != memory_of(changed.tensor).data_ptr()
 
-    def _brought(self, tensor: Tensor) -> Tensor:
+    def _bring(self, tensor: Tensor) -> Tensor:
         frame = self._frame
         # What needs no gradient has one copy, whether a graph is recorded or not, so that a change in place is seen.
         column, records = frame.column, tensor.requires_grad and torch.is_grad_enabled()
         key = (id(tensor), records)
-        known = self._known.get(key)
+        brought = self._brought.get(key)
         if records and self._moves:
             self._refuse_changed_copy(tensor)
-        if known is not None:
-            if versions([known.alias]) != [known.version]:
-                return self._brought(known.alias)
-            if known.column == column:
-                return known.alias
+        if brought is not None:
+            if brought.is_changed:
+                return self._bring(brought.alias)
+            if brought.column == column:
+                return brought.alias
         home = column
         if tensor.requires_grad:
             node = tensor.grad_fn
             if node is None:
                 return self._bring_leaf(tensor)
             home = frame.home(node)
-        alias = tensor
-        if home != column:
-            if not records:
-                alias = self._moved(tensor.detach(), home, column)
-            elif not self._cells:  # The model builds a graph of its own under no_grad(), and no other.
-                alias = self._on_this_device(tensor, column) if self._moves else tensor
-            else:
+        if home == column or (records and not self._cells):
+            # Without cells, the model builds a graph of its own under no_grad(), and no other.
+            alias = self._on_this_device(tensor) if self._moves else tensor
+        else:
+            alias = self._copied(tensor.detach(), home)
+            if records:
                 export = self._cells[home].export(tensor)
-                moved = self._moved(tensor.detach(), home, column)
-                alias = self._cells[column].import_(self._columns.route(home, column), export, moved)
+                alias = self._cells[column].import_(self._columns.route(home, column), export, alias)
                 if self._noted is not None:
                     self._noted.append(Crossed(home, column, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
-        elif self._moves:
-            alias = self._on_this_device(tensor, column)
         if alias is not tensor:
-            self._known[key] = _Known(tensor, column, alias, versions([alias])[0])
+            self._brought[key] = _Brought(tensor, column, alias, versions([alias])[0])
         return alias
 
     def _refuse_changed_copy(self, tensor: Tensor) -> None:
         """Refuse a tensor whose copy without a graph was changed in place: its import has the former values."""
-        copy = self._known.get((id(tensor), False))
-        if copy is not None and versions([copy.alias]) != [copy.version]:
+        copy = self._brought.get((id(tensor), False))
+        if copy is not None and copy.is_changed:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} from an earlier partition was changed in place under "
-                f"no_grad() in partition {copy.column}, on a copy without a graph; change a copy of your own "
-                "(tensor.clone()), or give a balance that keeps both in one partition"
+                f"no_grad() in {self._columns.names[copy.column]}, on a copy without a graph; change a copy of your "
+                "own (tensor.clone()), or give a balance that keeps both in one partition"
             )
 
-    def _moved(self, tensor: Tensor, a: int, c: int) -> Tensor:
-        route = self._columns.route(a, c)
+    def _copied(self, tensor: Tensor, source: int) -> Tensor:
+        """Return a tensor of an earlier column in this one: a copy, if there is a route."""
+        route = self._columns.route(source, self._frame.column)
         if route is None:
             return tensor
-        moved = copy_forward(route, self._frame.i, (tensor,))[0]
-        assert moved is not None
-        return moved
-
-    def _on_this_device(self, tensor: Tensor, column: int) -> Tensor:
-        columns = self._columns
-        there, device = columns.streams.device_of(tensor), columns.devices[column]
-        if there is None or not columns.streams.moves(there, device):
-            return tensor
-        source = columns.column_of(there, column)
-        if source is None:
-            return tensor  # Not of this pipeline: the plain model would meet the same device.
-        if tensor.requires_grad:  # A leaf, or made in this column, on a device that the model has remembered.
-            return tensor.to(device)
-        return self._moved(tensor, source, column)
+        copy = copy_forward(route, self._frame.i, (tensor,))[0]
+        assert copy is not None
+        return copy
 
     def _bring_leaf(self, tensor: Tensor) -> Tensor:
-        column = self._frame.column
-        alias = self._aliases.at(tensor, column)
+        alias = self._aliases.at(tensor, self._frame.column)
         if alias is not None:
             return alias
         # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
-        return self._on_this_device(tensor, column) if self._moves else tensor
+        return self._on_this_device(tensor) if self._moves else tensor
+
+    def _on_this_device(self, tensor: Tensor) -> Tensor:
+        columns, column = self._columns, self._frame.column
+        device = columns.streams.device_of(tensor)
+        if device is None or not columns.streams.moves(device, columns.devices[column]):
+            return tensor
+        source = columns.column_of(device, column)
+        if source is None:
+            return tensor  # Not of this pipeline: the plain model would meet the same device.
+        if tensor.requires_grad:  # A leaf, or made in this column, on a device that the model has remembered.
+            return tensor.to(columns.devices[column])
+        return self._copied(tensor, source)

@@ -23,7 +23,7 @@ from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_cal
 from torchgpipe.frames.recomputed import Keep, recomputed
 from torchgpipe.model.values import Exchanged
 
-__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "here", "put_door", "remove_door"]
+__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread"]
 
 
 class Visitor(Protocol):
@@ -61,12 +61,12 @@ class Owner:
         self.pipeline = weakref.ref(pipeline)
 
 
-class _Here(threading.local):
+class _ThisThread(threading.local):
     visitor: Visitor | None = None
 
 
 #: The visitor of this thread.
-here = _Here()
+this_thread = _ThisThread()
 
 
 class Door:
@@ -97,7 +97,7 @@ class Door:
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
         self.is_encoder_layer = isinstance(module, nn.TransformerEncoderLayer)
-        numbers = [getattr(one, "layer_idx", None) for one in module.modules()]
+        numbers = [getattr(child, "layer_idx", None) for child in module.modules()]
         self.layers = sorted({number for number in numbers if isinstance(number, int)})
 
     def __reduce__(self) -> Any:
@@ -105,7 +105,7 @@ class Door:
         return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        visitor = here.visitor
+        visitor = this_thread.visitor
         if visitor is not None and visitor.owner is self.owner:
             return visitor.visit(self, args, kwargs)
         pipeline = None if torch.compiler.is_compiling() else self.owner.pipeline()

@@ -22,6 +22,7 @@ from typing import Any
 
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
 from torchgpipe.engine.record import End
+from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.threads import Threads
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.generator_locks import own_locks
@@ -41,7 +42,7 @@ class Frame:
         run: runs the model; it calls `pause_until` at each boundary, in this frame's thread
         ambient: the settings of the caller
         threads: where frames run; None if they run in the thread that asks
-        begin: tells a listener that this micro-batch begins in a column; None if nobody listens
+        columns: where the columns compute, and who listens
 
     Attributes:
         i: the micro-batch
@@ -56,7 +57,7 @@ class Frame:
         run: Callable[[Frame], None],
         ambient: Ambient,
         threads: Threads | None,
-        begin: Callable[[int, int], End] | None,
+        columns: Columns,
     ) -> None:
         self.i = i
         self.column = 0
@@ -68,7 +69,7 @@ class Frame:
         self._error: BaseException | None = None
         self._cancelled = False
         self._threads = threads
-        self._begin = begin
+        self._columns = columns
         self._end: End | None = None
         self._started = False
         # Each receives something when the other side hands over. They take half the time of a condition.
@@ -76,9 +77,9 @@ class Frame:
         self._pause: SimpleQueue[None] = SimpleQueue()
         #: Held by the thread while it runs.
         self._working = threading.Lock()
-        #: For each column that was entered, the sequence number of the first autograd node that belongs to it.
+        #: The columns that were entered, and for each, the sequence number of the first autograd node made there.
+        self._entered: list[int] = []
         self._starts: list[int] = []
-        self._columns: list[int] = []
 
     def advance(self, j: int) -> None:
         """Let the model run as far as it belongs to column ``j``.
@@ -117,12 +118,13 @@ class Frame:
                 raise Cancelled
         self.column = j
         self._starts.append(next_sequence_number())
-        self._columns.append(j)
+        self._entered.append(j)
 
     def begin_work(self) -> None:
         """Tell a listener that the model computes in this column now, unless it has been told."""
-        if self._begin is not None and self._end is None:
-            self._end = self._begin(self.i, self.column)
+        listener = self._columns.listener
+        if listener is not None and self._end is None:
+            self._end = listener.begin("forward", self.i, self.column, None, self._columns.computing[self.column])
 
     def _end_work(self, *, failed: bool) -> None:
         if self._end is not None:
@@ -144,10 +146,10 @@ class Frame:
 
         Called in the frame's own thread, when the model's forward has returned.
         """
-        if column not in self._columns:
+        if column not in self._entered:
             return 0, 0
         starts = [*self._starts, next_sequence_number()]
-        k = self._columns.index(column)
+        k = self._entered.index(column)
         return starts[k], starts[k + 1]
 
     def home(self, node: Any) -> int:
@@ -155,7 +157,7 @@ class Frame:
         number = sequence_number(node)
         if number >= self._starts[-1]:
             return self.column
-        return self._columns[max(0, bisect_right(self._starts, number) - 1)]
+        return self._entered[max(0, bisect_right(self._starts, number) - 1)]
 
     def _serve(self, leave: Callable[[], None]) -> None:
         """Run in a thread."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
-from torchgpipe.frames.door import here
+from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
 from torchgpipe.model.values import each, mapped
@@ -26,20 +27,21 @@ class Glue(TorchFunctionMode):
     Args:
         frame: the frame in whose thread this mode is active
         crossing: what the frame brings
-        devices: the device of each column
+        columns: the columns
     """
 
-    def __init__(self, frame: Frame, crossing: Crossing, devices: list[torch.device]) -> None:
+    def __init__(self, frame: Frame, crossing: Crossing, columns: Columns) -> None:
         super().__init__()
         self._frame = frame
         self._crossing = crossing
-        self._devices = devices
+        self._columns = columns
+        self._devices = columns.devices
         self.is_off = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = self._frame
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
-        is_else = self.is_off or getattr(here.visitor, "frame", None) is not frame
+        is_else = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
         if not frame.column or is_else or func in OF_THE_ORIGINAL:
             return func(*args, **(kwargs or {}))
         if func in DIFFERENTIATES:
@@ -58,8 +60,9 @@ class Glue(TorchFunctionMode):
             args = (args[0], self._devices[frame.column], *args[2:])
         is_changed = bool(before) and isinstance(before[0], Tensor) and before[0] is not args[0]
         if is_changed and changes_shape(func):
+            where = self._columns.names[frame.column]
             raise RuntimeError(
-                f"the model calls '{getattr(func, '__name__', func)}' in partition {frame.column} on a tensor of shape "
+                f"the model calls '{getattr(func, '__name__', func)}' in {where} on a tensor of shape "
                 f"{tuple(before[0].shape)} from another partition, which it does not reach; use the form that returns "
                 "a new tensor (x = x.detach(), x.unsqueeze(1), ...), or give a balance that keeps both in one partition"
             )

@@ -15,8 +15,9 @@ rows as the batch. One rule:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,16 @@ from torch import Tensor
 
 from torchgpipe.model.values import is_cache, mapped, spread, walk
 
-__all__ = ["Arguments", "Splitter", "arguments_of", "chunk_sizes", "has_an_item_for_each", "resized", "split_rows"]
+__all__ = [
+    "Arguments",
+    "MicroBatches",
+    "Splitter",
+    "arguments_of",
+    "chunk_sizes",
+    "has_an_item_for_each",
+    "resized",
+    "split_rows",
+]
 
 
 class Arguments(NamedTuple):
@@ -32,6 +42,22 @@ class Arguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> Arguments:
+        """Return the arguments with every tensor replaced by ``change(tensor)``; the same object if none is changed.
+
+        Args:
+            change: maps tensors
+            caches: whether to look into caches as well
+        """
+        before = tuple(self)
+        changed = mapped(before, change, caches=caches)
+        return self if changed is before else Arguments(*changed)
+
+    def with_values(self, values: Sequence[Any]) -> Arguments:
+        """Return arguments of the same names with other values."""
+        count = len(self.args)
+        return Arguments(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
 
 
 def arguments_of(sample: Any) -> Arguments:
@@ -86,16 +112,16 @@ class Splitter:
                 "give a list with an item for each row, or name in no_chunk what every micro-batch gets whole"
             )
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
-        in_lists = tuple([f"{path}[" for path, _ in lists])
-        apart = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
-        alone = [(path, length) for path, length in apart if not path.startswith(in_lists or "[")]
-        inside = [(path, length) for path, length in apart if path.startswith(in_lists or "[")]
-        larger = [one for one in alone if one[1] > 1][: alone[:1] != [] and alone[0][1] == 1]
+        in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)
+        tensors = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
+        alone = [(path, length, False) for path, length in tensors if not path.startswith(in_lists)]
+        inside = [(path, length, False) for path, length in tensors if path.startswith(in_lists)]
         #: What the batch may be, and its rows, and whether the items of lists are the rows.
-        self._readings = [(*one, False) for one in (*alone[:1], *larger)]
+        self._readings = alone[:1]
         if not alone:
-            self._readings = [(path, len(value), True) for path, value in lists[:1]]
-            self._readings += [(*one, False) for one in inside[:1]]
+            self._readings = [*[(path, len(value), True) for path, value in lists[:1]], *inside[:1]]
+        elif alone[0][1] == 1:
+            self._readings += [reading for reading in alone if reading[1] > 1][:1]
         empty = [path for path, value in parts if isinstance(value, Tensor) and value.shape[:1] == (0,)]
         if empty and not self._readings:
             raise ValueError(
@@ -113,8 +139,8 @@ class Splitter:
         for path, value in self._parts:
             if type(value) is list and self._split[path]:
                 inner = [name for name in self._split if name.startswith(f"{path}[")]
-                tensors = bool(inner) and all([isinstance(item, Tensor) or item is None for item in value])
-                if tensors and all([self._split[name] for name in inner]) and not items_are_rows:
+                of_tensors = bool(inner) and all([isinstance(item, Tensor) or item is None for item in value])
+                if of_tensors and all([self._split[name] for name in inner]) and not items_are_rows:
                     self._split[path] = False  # Each item has all rows.
                 else:
                     self._split.update(dict.fromkeys(inner, False))
@@ -126,10 +152,15 @@ class Splitter:
     def rows_of(self, arguments: Arguments) -> int:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
         parts = [part for name, value in self._chunked(arguments) for part in _parts(value, name)]
-        known = [_length(value) for path, value in parts if self._split.get(path)]
+        split = [_length(value) for path, value in parts if self._split.get(path)]
         # What the sample does not have may have the rows, and what is passed whole has not.
-        others = [_length(value) for path, value in parts if path not in self._split and _length(value)]
-        return max(known) if known else next(iter(others), 0)
+        unknown = [_length(value) for path, value in parts if path not in self._split and _length(value)]
+        return max(split) if split else next(iter(unknown), 0)
+
+    def micro_batches(self, arguments: Arguments, chunks: int) -> MicroBatches:
+        """Return a mini-batch in so many micro-batches, if it has the rows; in one if there is nothing to split."""
+        rows = self.rows_of(arguments)
+        return MicroBatches(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
 
     def split(self, arguments: Arguments, sizes: list[int]) -> list[Arguments]:
         """Return the arguments of each micro-batch.
@@ -144,24 +175,16 @@ class Splitter:
         rows = sum(sizes)
         faults: list[str] = []
         divide = partial(self._divided, sizes=sizes, faults=faults)
-        parts = {
-            name: [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
+        parts = [
+            [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
             for name, value in self._named(arguments)
-        }
+        ]
         if faults:
             raise ValueError(
                 f"the batch has {rows} rows in dimension 0, but {', '.join(faults)}; name in no_chunk what every "
                 "micro-batch gets whole"
             )
-        names = list(parts)
-        count = len(arguments.args)
-        return [
-            Arguments(
-                tuple([parts[name][i] for name in names[:count]]),
-                {name: parts[name][i] for name in names[count:]},
-            )
-            for i in range(len(sizes))
-        ]
+        return [arguments.with_values(values) for values in zip(*parts)]
 
     def resized(self, sample: Arguments, rows: int) -> Arguments:
         """Return the sample with so many rows; what is passed whole stays as it is.
@@ -175,15 +198,15 @@ class Splitter:
             return [_chosen(value, index)] if is_split else None
 
         named = self._named(sample)
-        values = [value if name in self._whole else spread(value, choose, 1, name)[0] for name, value in named]
-        count = len(sample.args)
-        return Arguments(tuple(values[:count]), dict(zip(sample.kwargs, values[count:])))
+        return sample.with_values(
+            [value if name in self._whole else spread(value, choose, 1, name)[0] for name, value in named]
+        )
 
     def decisions(self) -> str:
         """Say what is split and how, for errors."""
         items = [path for path, value in self._parts if type(value) is list and self._split[path]]
         tensors = [path for path, value in self._parts if isinstance(value, Tensor) and self._split[path]]
-        tensors = [path for path in tensors if not path.startswith(tuple([f"{one}[" for one in items]))]
+        tensors = [path for path in tensors if not path.startswith(tuple([f"{item}[" for item in items]))]
         whole = [path for path, value in self._parts if isinstance(value, Tensor) and not self._split[path]]
         said = [f"split along dimension 0: {tensors}"] if tensors else []
         said += [f"lists with an item for each row: {items}"] if items else []
@@ -230,18 +253,57 @@ class Splitter:
         return split_rows(value, sizes)
 
 
+@dataclass(eq=False)
+class MicroBatches:
+    """A mini-batch, and the micro-batches that it is split into.
+
+    Attributes:
+        splitter: splits the arguments
+        arguments: those of the mini-batch
+        rows: the number of its rows; 0 if there is nothing to split
+        sizes: the rows of each micro-batch
+    """
+
+    splitter: Splitter
+    arguments: Arguments
+    rows: int
+    sizes: list[int]
+
+    @cached_property
+    def parts(self) -> list[Arguments]:
+        """The arguments of each micro-batch."""
+        return self.splitter.split(self.arguments, self.sizes) if self.rows else [self.arguments]
+
+    @cached_property
+    def named(self) -> list[dict[str, Any]]:
+        """The arguments of each micro-batch by their names."""
+        return [self.splitter.names(part) for part in self.parts]
+
+    @property
+    def whole(self) -> MicroBatches:
+        """The same mini-batch as one micro-batch."""
+        return replace(self, rows=0, sizes=[sum(self.sizes)])
+
+    def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> MicroBatches:
+        """Return the mini-batch with changed arguments; see `Arguments.mapped`."""
+        arguments = self.arguments.mapped(change, caches=caches)
+        return self if arguments is self.arguments else replace(self, arguments=arguments)
+
+
 def _positional(forward: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
 def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
     """Return the tensors and lists in an argument with their paths."""
-    found = walk(value, path)
-    return [(where, item) for where, item in found if isinstance(item, Tensor) or (type(item) is list and item)]
+    return [
+        (inner, item) for inner, item in walk(value, path) if isinstance(item, Tensor) or (type(item) is list and item)
+    ]
 
 
 def _kind(value: Any) -> str:
@@ -261,8 +323,8 @@ def has_an_item_for_each(value: Any, rows: int) -> bool:
     """Return whether this is a list with an item for each of so many rows, as far as its length and items tell."""
     if type(value) is not list or len(value) != rows:
         return False
-    given = [item for item in value if item is not None]
-    return not given or not all([isinstance(item, Tensor) and _length(item) == rows for item in given])
+    items = [item for item in value if item is not None]
+    return not items or not all([isinstance(item, Tensor) and _length(item) == rows for item in items])
 
 
 def split_rows(value: Any, sizes: list[int]) -> list[Any]:
@@ -319,7 +381,11 @@ def resized(value: Any, before: int, rows: int) -> Any:
     index = [k % max(1, before) for k in range(rows)]
     if has_an_item_for_each(value, before):
         return _chosen(value, index)
-    return mapped(value, lambda one: _chosen(one, index) if _length(one) == before > 0 else one, caches=True)
+
+    def choose(tensor: Tensor) -> Tensor:
+        return _chosen(tensor, index) if _length(tensor) == before > 0 else tensor
+
+    return mapped(value, choose, caches=True)
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:

@@ -8,24 +8,29 @@ import torch
 
 from torchgpipe.devices.memory import shown_size
 
-__all__ = ["Crossed", "Layout", "PartitionLayout", "SpinePart"]
+__all__ = ["Crossed", "Layout", "Part", "PartitionLayout"]
 
 
-@dataclass(frozen=True)
-class SpinePart:
+@dataclass
+class Part:
     """A part of the spine.
 
     Attributes:
-        name: the name of its module, or of its first and last modules
+        modules: the names of its modules
         parameters: the number of elements of its parameters
         size: the bytes of its parameters and buffers
         seconds: the time of its forward on the sample
     """
 
-    name: str
+    modules: list[str]
     parameters: int
     size: int
-    seconds: float
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The names of its first and last modules."""
+        return _from_to(self.modules[0], self.modules[-1])
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,16 @@ class PartitionLayout:
     """
 
     device: torch.device
-    parts: tuple[SpinePart, ...]
+    parts: tuple[Part, ...]
 
     @property
     def name(self) -> str:
         """The names of its first and last parts."""
-        first, last = self.parts[0].name.split("..")[0], self.parts[-1].name.split("..")[-1]
-        return first if first == last else f"{first}..{last}"
+        return _from_to(self.parts[0].modules[0], self.parts[-1].modules[-1])
+
+
+def _from_to(first: str, last: str) -> str:
+    return first if first == last else f"{first}..{last}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,8 @@ class Layout:
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines += [f"tied: {' = '.join(names)}" for names in self.tied]
-        for one in self.crossed:
-            shape = "x".join(map(str, one.shape)) or "number"
-            lines.append(f"{one.source} to {one.target}: {shape} {str(one.dtype)[6:]}, {shown_size(one.size)}")
+        for tensor in self.crossed:
+            shape = "x".join(map(str, tensor.shape)) or "number"
+            dtype, size = str(tensor.dtype)[6:], shown_size(tensor.size)
+            lines.append(f"{tensor.source} to {tensor.target}: {shape} {dtype}, {size}")
         return "\n".join(lines)

@@ -9,13 +9,13 @@ For labels on a device the host waits once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.inputs import has_an_item_for_each, split_rows
+from torchgpipe.frames.inputs import MicroBatches, has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import Losses, counted, loss_weights, nothing, numbers
@@ -24,26 +24,28 @@ from torchgpipe.model.values import each, mapped, spread
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
 
-def _weights(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[float]:
+def _weights(settings: Settings, batch: MicroBatches) -> list[float]:
     """Return the weights of micro-batches in a mean of what the model itself returns."""
     if settings.weight is not None and settings.loss_fn is None:
-        return numbers([settings.weight(part) for part in named])
-    name, ignored = settings.counted
-    shifts = settings.shifts
-    return numbers([counted(part.get(name), ignored, size, shifts=shifts) for part, size in zip(named, sizes)])
+        return numbers([settings.weight(part) for part in batch.named])
+    name, ignored = settings.study.counted
+    shifts = settings.study.shifts
+    return numbers(
+        [counted(part.get(name), ignored, size, shifts=shifts) for part, size in zip(batch.named, batch.sizes)]
+    )
 
 
-def _adds_up(settings: Settings, named: Sequence[Mapping[str, Any]]) -> bool:
+def _adds_up(settings: Settings, batch: MicroBatches) -> bool:
     if settings.reduce is not None:
         return settings.reduce == "sum"
-    return settings.takes_items and named[0].get("num_items_in_batch") is not None
+    return settings.study.takes_items and batch.named[0].get("num_items_in_batch") is not None
 
 
-def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> JoinScalar:
+def mean_or_sum(settings: Settings, batch: MicroBatches) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
-    adds_up = _adds_up(settings, named)
-    own = settings.weight is not None and settings.loss_fn is None  # It may want labels that are not there.
-    counted = None if adds_up or own else _weights(settings, named, sizes)
+    adds_up = _adds_up(settings, batch)
+    weighs_itself = settings.weight is not None and settings.loss_fn is None  # It may want labels that are not there.
+    counted = None if adds_up or weighs_itself else _weights(settings, batch)
 
     def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():
@@ -56,7 +58,7 @@ def mean_or_sum(settings: Settings, named: Sequence[Mapping[str, Any]], sizes: S
         stacked = torch.stack(list(values))
         if adds_up:
             return stacked.sum()
-        weights = _weights(settings, named, sizes) if counted is None else counted
+        weights = _weights(settings, batch) if counted is None else counted
         total = sum(weights)
         shares = [value * (weight / total) for value, weight in zip(values, weights) if weight]
         return torch.stack(shares).sum() if shares else values[0]
@@ -69,8 +71,7 @@ class MicroBatchLoss(Losses):
 
     Args:
         settings: the settings of the module
-        named: the arguments of each micro-batch, by name
-        sizes: the rows of each micro-batch
+        batch: the micro-batches
         target: the target of the mini-batch, for the loss function
         bring: brings a tensor of the target to where the loss is computed
         training: whether the model is in training
@@ -79,26 +80,25 @@ class MicroBatchLoss(Losses):
     def __init__(
         self,
         settings: Settings,
-        named: Sequence[Mapping[str, Any]],
-        sizes: Sequence[int],
+        batch: MicroBatches,
         target: Any,
         bring: Callable[[Tensor], Tensor],
         *,
         training: bool,
     ) -> None:
         super().__init__(settings.loss_fn, lambda values: mapped(values, Tensor.detach))
-        self._coupled = [path for path, kind in settings.kinds[training].items() if kind == "coupled"]
-        self._sizes = sizes
-        given = _split(target, sizes)
+        self._coupled = [path for path, kind in settings.study.kinds[training].items() if kind == "coupled"]
+        sizes = self._sizes = batch.sizes
+        targets = _split(target, sizes)
         brought = mapped(target, bring)
-        self._targets = given if brought is target else _split(brought, sizes)
-        if settings.reduce == "sum" or (self._loss_fn is None and _adds_up(settings, named)):
+        self._targets = targets if brought is target else _split(brought, sizes)
+        if settings.reduce == "sum" or (self._loss_fn is None and _adds_up(settings, batch)):
             self._shares = [1.0] * len(sizes)
             return
         if self._loss_fn is None:
-            weights = _weights(settings, named, sizes)
+            weights = _weights(settings, batch)
         else:
-            weights = loss_weights(settings.loss_fn, settings.weight, given, sizes)
+            weights = loss_weights(settings.loss_fn, settings.weight, targets, sizes)
         total = sum(weights) or 1.0
         self._shares = [weight / total for weight in weights]
 

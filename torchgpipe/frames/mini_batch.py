@@ -1,7 +1,7 @@
 """A mini-batch in frames: its cells, forward and backward, in the order of a program.
 
-In the program, j is a column: neighbouring partitions on one device. F(i, j) lets frame i go on until its model leaves
-column j. B(i, j) differentiates the cell, and gives the gradients of its imports to the cells that they come from.
+In the program, j is a column. F(i, j) lets frame i go on until its model leaves column j. B(i, j) differentiates the
+cell, and gives the gradients of its imports to the cells that they come from.
 
 `step` runs the whole program. For ``loss.backward()``, the program is that of GPipe, and runs in two halves: all F when
 the model is called, all B in the backward of one autograd node; see `outer`.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -22,23 +22,18 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
-from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.cut import Arrival
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
-from torchgpipe.engine.record import End, Kind, recorded
 from torchgpipe.engine.residence import watch
 from torchgpipe.frames.cell import Export, FrameCell
-from torchgpipe.frames.columns import Columns
-from torchgpipe.frames.crossing import Crossing
-from torchgpipe.frames.door import Owner
+from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
-from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
-from torchgpipe.model.values import each, mapped
+from torchgpipe.model.values import each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
@@ -58,23 +53,17 @@ class MiniBatch:
 
     Args:
         forward: the model's own forward
+        model: names the model's forward, for errors
         inputs: the arguments of each micro-batch, on the first device
         finish: takes the output of each micro-batch, in the last column
-        columns: where the columns compute
-        aliases: the aliases of parameters
+        shared: what the frames share
         random_numbers: the random numbers
         program: the actions of each device
         backward: whether backward follows
         splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
-        verified: called when all graphs have been looked at for operations that the pipeline has not seen; None if
-            there is no need to look
-        labels: names each column, for errors
-        model: names the model's forward, for errors
-        buffers: the ids of the model's buffers
-        owner: the identity of the pipeline
+        looked: called when all actions have been looked at for operations that the pipeline has not seen, and for
+            changes of weights that live in host memory; None if there is no need to look
         facts: what a note about memory is made from
-        watched: called when each operation on weights that live in host memory has been looked at; None if there is no
-            need to look
 
     Attributes:
         watches: whether to look at each operation on weights that live in host memory
@@ -87,60 +76,43 @@ class MiniBatch:
     def __init__(
         self,
         forward: Callable[..., Any],
+        model: str,
         inputs: Sequence[Arguments],
         finish: Finish,
-        columns: Columns,
-        aliases: Aliases,
+        shared: Shared,
         random_numbers: RandomNumbers,
         program: Program,
         *,
         backward: bool,
         splits: bool,
-        verified: Callable[[], None] | None,
-        labels: Sequence[str],
-        model: str,
-        buffers: Set[int],
-        owner: Owner,
+        looked: Callable[[], None] | None,
         facts: MiniBatchFacts,
-        watched: Callable[[], None] | None = None,
     ) -> None:
-        self.watches = watched is not None
-        self._watched = watched or (lambda: None)
-        self._facts = facts
+        columns = self._columns = shared.columns
+        self._shared, self._aliases, self.crossed = shared, shared.aliases, shared.crossed
         self._m, self._n = len(inputs), len(columns.devices)
         self.partitions = range(self._n)
-        self.listener = columns.listener
+        self.listener, self.streams = columns.listener, columns.computing
+        self.random_numbers = random_numbers
+        self.watches = looked is not None and self._aliases.host_memory is not None
+        self._looked = looked or (lambda: None)
+        self._facts = facts
+        self._model = model
         self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
         self._finish: Finish | None = finish
-        self._columns = columns
-        self._aliases = aliases
-        self.random_numbers = random_numbers
-        self.crossed: list[Crossed] = []
-        self._labels, self._model = labels, model
-        self._verified = verified
-        self._owner = owner
-        self._buffers = buffers
         self._ambient = Ambient()
-        self.streams = columns.computing
-        self._cells = [self._cells_of(i, splits) for i in range(self._m)] if backward else []
-        self._given: list[tuple[weakref.ref[Tensor], int]] = []
+        self._cells = [
+            [FrameCell(i, j, columns, verifies=looked is not None, splits=splits) for j in range(self._n)]
+            for i in range(self._m if backward else 0)
+        ]
+        #: The tensors among the caller's arguments, with their versions.
+        self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
-        begin = None if columns.listener is None else self._begin_forward
-        self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, begin) for i in range(self._m)]
-        self._entered: list[list[tuple[Tensor, _Input]]] = [[] for _ in inputs]
+        self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, columns) for i in range(self._m)]
+        #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
+        self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
         self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
-
-    def _cells_of(self, i: int, splits: bool) -> list[FrameCell]:
-        def cell(j: int) -> FrameCell:
-            def heard(kind: Kind) -> AbstractContextManager[None]:
-                return recorded(listener, kind, i, j, None, stream)
-
-            listener, stream = self._columns.listener, self._columns.computing[j]
-            verifies = self._verified is not None
-            return FrameCell(j, stream.device, self._labels[j], heard, verifies=verifies, splits=splits)
-
-        return [cell(j) for j in range(self._n)]
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -155,9 +127,7 @@ class MiniBatch:
         """
         try:
             self._executor().run(self._agenda, self._ambient)
-            self._watched()
-            if self._cells and self._verified is not None:
-                self._verified()
+            self._looked()
         finally:
             self._drop()
 
@@ -166,7 +136,7 @@ class MiniBatch:
         try:
             self._executor().run(_only(self._agenda, "F"), self._ambient)
             if not self._cells:
-                self._watched()
+                self._looked()
         finally:
             self._drop()
 
@@ -185,9 +155,7 @@ class MiniBatch:
             for j in reversed(range(self._n)):
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
-        self._watched()
-        if self._verified is not None:
-            self._verified()
+        self._looked()
 
     def cancel(self) -> None:
         """See `Front.cancel`."""
@@ -209,7 +177,7 @@ class MiniBatch:
         Raises:
             RuntimeError: an input has been changed since forward.
         """
-        for ref, version in self._given:
+        for ref, version in self._callers:
             tensor = ref()
             if tensor is not None and versions([tensor]) != [version]:
                 raise RuntimeError(
@@ -221,21 +189,19 @@ class MiniBatch:
                 self._aliases.verify_unchanged(j)
         with self._aliases.installed(), self.random_numbers.callers_generator.kept():
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
-        self._watched()
-        if self._verified is not None:
-            self._verified()
+        self._looked()
         # An engine thread has streams of its own, on which the gradients go on.
         for computing in self._columns.computing:
             self._columns.streams.current(computing.device).wait(computing.mark())
 
     def watch_inputs(self, inputs: Any) -> None:
         """Note the versions of the caller's tensors, of which backward uses the memory."""
-        self._given = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
+        self._callers = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves that the graphs of all cells end in."""
-        for own in self._cells:
-            for cell in own:
+        for cells in self._cells:
+            for cell in cells:
                 yield from cell.leaves()
 
     def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
@@ -245,14 +211,9 @@ class MiniBatch:
 
     def inputs_with_grad(self) -> list[tuple[Tensor, Arrival]]:
         """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
-        return [(tensor, source) for entered in self._entered for tensor, source in entered]
+        return [(tensor, source) for entered in self._entered for tensor, source, _ in entered]
 
     # ----------------------------------------------------------------------------------------------------- forward
-
-    def _begin_forward(self, i: int, j: int) -> End:
-        listener = self._columns.listener
-        assert listener is not None
-        return listener.begin("forward", i, j, None, self._columns.computing[j])
 
     def leaving(self, j: int) -> Sequence[Route]:
         """See `Front.leaving`."""
@@ -277,31 +238,25 @@ class MiniBatch:
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i
         cells = self._cells[i] if self._cells else []
-        arguments, self._inputs[i] = self._inputs[i], None
-        assert arguments is not None
-        if cells:
-            arguments = Arguments(*mapped(tuple(arguments), lambda tensor: self._cut(i, tensor), caches=True))
-        noted = None if i else self.crossed
-        resting = self._aliases.resting
-        given = set() if resting is None else {storage_key(tensor) for _, tensor in each(tuple(arguments))}
-        crossing = Crossing(frame, cells, self._columns, self._aliases, noted, self._buffers)
-        traveller = Traveller(frame, crossing, self._columns, self._owner, resting, given)
+        taken, self._inputs[i] = self._inputs[i], None
+        assert taken is not None
+        arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
+        del taken  # The model alone holds its arguments.
+        rests = self._aliases.resting is not None
+        callers = {storage_key(tensor) for _, tensor in each(tuple(arguments[0]))} if rests else set()
+        traveller = Traveller(frame, cells, self._shared, callers)
 
         def model() -> Any:
-            nonlocal arguments
-            given, arguments = arguments, None
-            assert given is not None
-            forward = self._forward
-            assert forward is not None
-            return forward(*given.args, **given.kwargs)
+            assert self._forward is not None
+            args, kwargs = arguments.pop()
+            return self._forward(*args, **kwargs)
 
         def finish(output: Any) -> None:
-            take = self._finish
-            assert take is not None
+            assert self._finish is not None
             if self._aliases.host_memory is not None:
                 where = f"micro-batch {i} of the model"
                 self._aliases.verify_returned([tensor for _, tensor in each(output)], where)
-            take(i, traveller.bring(output), cells[-1].export if cells else _no_export)
+            self._finish(i, traveller.bring(output), cells[-1].export if cells else _no_export)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
         with watch(self._aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
@@ -313,13 +268,13 @@ class MiniBatch:
         """Return an input of micro-batch ``i``, without its history if it requires grad."""
         if not tensor.requires_grad:
             return tensor
-        for known, source in self._entered[i]:
-            if known is tensor:
-                return source.alias
-        source = _Input()
-        source.alias = self._cells[i][0].import_(None, source, tensor.detach())
-        self._entered[i].append((tensor, source))
-        return source.alias
+        for entered, _, import_ in self._entered[i]:
+            if entered is tensor:
+                return import_
+        source = Arrival()
+        import_ = self._cells[i][0].import_(None, source, tensor.detach())
+        self._entered[i].append((tensor, source, import_))
+        return import_
 
     # ---------------------------------------------------------------------------------------------------- backward
 
@@ -330,11 +285,7 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, i: int, j: int) -> Iterator[None]:
         """See `Front.differentiating`."""
-        visitor = (
-            visiting(RecomputationVisitor(self._columns, j, self._owner))
-            if self._threads is not None
-            else nullcontext()
-        )
+        visitor = visiting(RecomputationVisitor(self._shared, j)) if self._threads is not None else nullcontext()
         try:
             with self.random_numbers.backward(self._columns.devices[j]), visitor:
                 yield
@@ -343,7 +294,7 @@ class MiniBatch:
             raise
 
     def _where(self, i: int, j: int) -> str:
-        return f"micro-batch {i} of {self._m}, {self._labels[j]}"
+        return f"micro-batch {i} of {self._m}, {self._columns.labels[j]}"
 
 
 @lru_cache(maxsize=32)
@@ -355,21 +306,13 @@ def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
     agenda is in the order of time, so what an action waits for does not wait for the action.
     """
     agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, backward=backward)
-    needs, ended = [list(own) for own in agenda.needs], deque[int]()
+    needs, ended = [list(numbers) for numbers in agenda.needs], deque[int]()
     for number, (kind, _, j) in enumerate(agenda.actions):
         if kind == "F" and j == 0 and len(ended) > SPARE:
             needs[number].append(ended.popleft())
         if kind == "F" and j == n - 1:
             ended.append(number)
     return agenda._replace(needs=needs)
-
-
-class _Input(Arrival):
-    """An input that requires grad; the gradient that arrives is the caller's."""
-
-    __slots__ = ("alias",)
-
-    alias: Tensor
 
 
 def _no_export(tensor: Tensor) -> Export:

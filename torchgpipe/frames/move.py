@@ -24,42 +24,39 @@ def move(module: nn.Module, settings: Settings) -> None:
     Raises:
         ValueError: a buffer on the meta device is in no ``state_dict``, so nothing could load it.
     """
-    lost = [
-        dotted(prefix, name)
+    tensors = [
+        (dotted(prefix, name), child, name, tensor)
         for prefix, child in module.named_modules()
-        for name, buffer in child._buffers.items()
-        if buffer is not None and buffer.is_meta and not is_saved(child, name)
+        for name, tensor in [*child._parameters.items(), *child._buffers.items()]
+        if tensor is not None
+    ]
+    lost = [
+        full
+        for full, child, name, tensor in tensors
+        if name in child._buffers and tensor.is_meta and not is_saved(child, name)
     ]
     if lost:
         raise ValueError(
             f"the buffers {lost} are on the meta device, and no state_dict has them, so they could not be loaded; make "
             "the model with real buffers, for instance in accelerate.init_empty_weights(), which leaves them real"
         )
-    for prefix, child in module.named_modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                full = dotted(prefix, name)
-                if settings.offload is not None:
-                    verify_home([(full, parameter)])
-                    device = torch.device("cpu")
-                else:
-                    device = settings.devices[settings.column_of(full)]
-                _move(full, parameter, device)
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                device = settings.devices[settings.column_of(dotted(prefix, name))]
-                if buffer.is_meta:
-                    child._buffers[name] = _unset(torch.empty_like(buffer, device=device))
-                elif not same_memory(buffer.device, device):
-                    child._buffers[name] = buffer.to(device)
-
-
-def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    if parameter.is_meta:
-        give_memory(parameter, device)
-        _unset(parameter)
-    else:
-        move_parameter(name, parameter, device)
+    for full, child, name, tensor in tensors:
+        device = settings.devices[settings.column_of(full)]
+        parameter = child._parameters.get(name)
+        if parameter is None:
+            if tensor.is_meta:
+                child._buffers[name] = _unset(torch.empty_like(tensor, device=device))
+            elif not same_memory(tensor.device, device):
+                child._buffers[name] = tensor.to(device)
+            continue
+        if settings.offload is not None:
+            verify_home([(full, parameter)])
+            device = torch.device("cpu")
+        if parameter.is_meta:
+            give_memory(parameter, device)
+            _unset(parameter)
+        else:
+            move_parameter(full, parameter, device)
 
 
 @torch.no_grad()

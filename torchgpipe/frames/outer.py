@@ -1,26 +1,72 @@
-"""The one autograd node that stands for a mini-batch in the caller's graph.
+"""The outputs of a mini-batch in the caller's graph, where one autograd node stands for all of it.
 
-Its outputs are those of all micro-batches, its inputs are the parameters that are trained and the inputs that require
+The outputs of micro-batches are cut from the graphs of their cells, or the engine would walk from the caller's graph
+into those. They are the outputs of the node; its inputs are the parameters that are trained and the inputs that require
 grad. So autograd itself adds to ``.grad``, calls hooks once, and serves ``torch.autograd.grad``; and the caller's graph
 and those of the cells are apart, which may be differentiated in other threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import keeps_graph
+from torchgpipe.devices.torch_internals import has_gradient_hooks, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.function import Function
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
+from torchgpipe.frames.outputs import verify_known
+from torchgpipe.model.values import mapped
 
-__all__ = ["Outer"]
+__all__ = ["Exported", "Outer"]
+
+
+class Exported:
+    """The outputs of a mini-batch.
+
+    Args:
+        m: the number of micro-batches
+        backward: whether backward follows
+    """
+
+    def __init__(self, m: int, *, backward: bool) -> None:
+        self._outputs: list[Any] = [None] * m
+        self._backward = backward
+        #: For each micro-batch, by their ids: the tensors that require grad, with their exports.
+        self._exports: list[dict[int, tuple[Tensor, Export]]] = [{} for _ in range(m)]
+
+    def take(self, i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+        """Take the output of micro-batch ``i``."""
+        self._outputs[i] = output
+        if self._backward:
+            verify_known(output)
+            exports = self._exports[i]
+
+            def note(tensor: Tensor) -> Tensor:
+                if tensor.requires_grad and id(tensor) not in exports:
+                    exports[id(tensor)] = (tensor, export(tensor))
+                return tensor
+
+            mapped(output, note)
+
+    def in_graph_of_caller(self, mini_batch: MiniBatch, aliases: Aliases) -> list[Any]:
+        """Return the outputs with one node that stands for the mini-batch."""
+        pairs = [(tensor.detach(), export) for exports in self._exports for tensor, export in exports.values()]
+        if not pairs:
+            return self._outputs
+        tensors, exports = zip(*pairs)
+        inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
+        trained = _heard(mini_batch, aliases)
+        outer = iter(Outer.apply(mini_batch, aliases, trained, exports, *tensors, *trained, *inputs))
+        return [
+            _exchanged(output, {key: next(outer) for key in exports})
+            for output, exports in zip(self._outputs, self._exports)
+        ]
 
 
 class Outer(Function):
@@ -68,4 +114,21 @@ class Outer(Function):
             raise
         inputs = [grad for _, grad in mini_batch.take_input_gradients()]
         sums = dict(zip(ctx.aliases.trained, ctx.aliases.take()))
-        return (None, None, None, None, *[None] * len(grads), *[sums[one] for one in ctx.trained], *inputs)
+        parameters = [sums[parameter] for parameter in ctx.trained]
+        return (None, None, None, None, *[None] * len(grads), *parameters, *inputs)
+
+
+def _heard(mini_batch: MiniBatch, aliases: Aliases) -> list[Tensor]:
+    """Return the trained parameters, but for those with hooks that this mini-batch has not used.
+
+    Autograd calls the hooks of an input also when its gradient is None, and an optimizer that steps in a hook would
+    move a layer that was not used. Looking at the graphs takes long, so that only hooks are worth it.
+    """
+    if not any(map(has_gradient_hooks, aliases.trained)):
+        return aliases.trained
+    used = aliases.used(mini_batch.leaves())
+    return [parameter for parameter in aliases.trained if parameter in used or not has_gradient_hooks(parameter)]
+
+
+def _exchanged(output: Any, tensors: dict[int, Tensor]) -> Any:
+    return mapped(output, lambda tensor: tensors.get(id(tensor), tensor))

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.values import container, dotted, each, hidden, is_cache, walk
+from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
 
 __all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
@@ -39,36 +39,29 @@ def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
         other: the output for ``other_rows`` rows
         other_rows: another number of rows
     """
-    tensors, lengths, other_lengths = dict(each(other)), _lengths(output), _lengths(other)
-    kinds: Kinds = {
-        path: 0 if n * other_rows == other_lengths[path] * rows and n != other_lengths[path] else None
-        for path, n in lengths.items()
-        if path in other_lengths
-    }
-    for path, tensor in each(output):
-        there = tensors.get(path)
-        if there is None or there.dim() != tensor.dim() or tensor.dim() == 0 or tensor.is_nested or there.is_nested:
-            continue
-        varying = [d for d in range(tensor.dim()) if tensor.shape[d] != there.shape[d]]
-        if not varying:
-            kinds[path] = None
-        elif len(varying) == 1 and tensor.shape[varying[0]] * other_rows == there.shape[varying[0]] * rows:
-            kinds[path] = varying[0]
-        else:
-            kinds[path] = "coupled"
-    numbers = _numbers(other)
-    kinds |= {path: "counts" for path, number in _numbers(output).items() if numbers.get(path, number) != number}
+    kinds: Kinds = {}
+    others = {path or "value": item for path, item in walk(other)}
+    for path, item in walk(output):
+        path = path or "value"
+        twin: Any = others.get(path)
+        if isinstance(item, Tensor) and isinstance(twin, Tensor):
+            if 0 < item.dim() == twin.dim() and not item.is_nested and not twin.is_nested:
+                kinds[path] = _kind_of(item.shape, rows, twin.shape, other_rows)
+        elif type(item) in (list, tuple) and type(twin) in (list, tuple):
+            follows = len(item) * other_rows == len(twin) * rows and len(item) != len(twin)
+            kinds[path] = 0 if follows else None
+        elif type(item) in (int, float) and type(twin) in (int, float) and item != twin:
+            kinds[path] = "counts"
     return kinds
 
 
-def _numbers(value: Any) -> dict[str, int | float]:
-    """Return the numbers of Python, by their paths."""
-    return {path or "value": item for path, item in walk(value) if type(item) in (int, float)}
-
-
-def _lengths(value: Any) -> dict[str, int]:
-    """Return the lengths of lists and tuples, by their paths."""
-    return {path or "value": len(item) for path, item in walk(value) if type(item) in (list, tuple)}
+def _kind_of(shape: Sequence[int], rows: int, other: Sequence[int], other_rows: int) -> int | Literal["coupled"] | None:
+    """Return how a tensor depends on the rows; see `Kinds`."""
+    varying = [d for d in range(len(shape)) if shape[d] != other[d]]
+    if not varying:
+        return None
+    (dim, *more) = varying
+    return dim if not more and shape[dim] * other_rows == other[dim] * rows else "coupled"
 
 
 def verify_known(output: Any) -> None:
@@ -117,18 +110,18 @@ class _Join:
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
             return self._done[key]
-        opened = [container(value) for value in values]
-        parts = [one for one in opened if one is not None]
-        if len(parts) < len(values) or any([one.kind != parts[0].kind for one in parts]):
+        containers = _opened(values)
+        if containers is None:
             return self._of_no_container(values, path)
         if type(first) in (list, tuple) and self._has_rows(values, path or "value"):
             return type(first)([item for value in values for item in value])
-        if any([one.names != parts[0].names for one in parts]):
-            raise _differs(path, [f"{len(one.names)} items {one.names[:4]}" for one in parts])
-        items = [
-            self.join([one.items[k] for one in parts], dotted(path, name)) for k, name in enumerate(parts[0].names)
-        ]
-        return parts[0].rebuilt(items)
+        names = containers[0].names
+        if any([opened.names != names for opened in containers]):
+            raise _differs(path, [f"{len(opened.names)} items {opened.names[:4]}" for opened in containers])
+        items = zip(*[opened.items for opened in containers])
+        return containers[0].rebuilt(
+            [self.join(list(values), dotted(path, name)) for name, values in zip(names, items)]
+        )
 
     def _of_no_container(self, values: list[Any], path: str) -> Any:
         first = values[0]
@@ -182,25 +175,25 @@ class _Join:
                 "differs between micro-batches, so it cannot be joined; return a value for each row, or a number, or "
                 "use model.step, whose loss_fn gets the output of each micro-batch"
             )
+        shapes = [tuple(tensor.shape) for tensor in values]
         if isinstance(dim, str):
             raise ValueError(
-                f"the output '{path}' has shapes {[tuple(one.shape) for one in values]} in the micro-batches, and "
-                "couples the rows of a batch, so it cannot be joined; use model.step with a loss_fn that takes the "
-                "output of a micro-batch, or chunks=1"
+                f"the output '{path}' has shapes {shapes} in the micro-batches, and couples the rows of a batch, so it "
+                "cannot be joined; use model.step with a loss_fn that takes the output of a micro-batch, or chunks=1"
             )
-        if any([one.dim() != first.dim() or _others(one, dim) != _others(first, dim) for one in values]):
-            raise _differs(path, [str(tuple(one.shape)) for one in values])
+        if any([len(shape) != first.dim() or _others(shape, dim) != _others(first.shape, dim) for shape in shapes]):
+            raise _differs(path, [str(shape) for shape in shapes])
         return torch.cat(values, dim)
 
     def _dimension(self, values: list[Tensor], path: str) -> int | None:
         """Return the dimension of the rows of an output that the sample did not have."""
-        if all([len(one) % size == 0 and len(one) >= size for one, size in zip(values, self._sizes)]):
-            factors = {len(one) // size for one, size in zip(values, self._sizes)}
-            if len(factors) == 1:
-                return 0
+        lengths = [len(tensor) for tensor in values]
+        factor = lengths[0] // self._sizes[0]
+        if factor and lengths == [factor * size for size in self._sizes]:
+            return 0
         if are_equal(values):
             return None
-        raise _differs(path, [str(tuple(one.shape)) for one in values])
+        raise _differs(path, [str(tuple(tensor.shape)) for tensor in values])
 
 
 def _is_known_equal(a: Any, b: Any) -> bool:
@@ -214,14 +207,22 @@ def _is_known_equal(a: Any, b: Any) -> bool:
 def are_equal(values: Sequence[Tensor]) -> bool:
     """Return whether tensors are equal. The host waits once, as this may come between forward and backward."""
     first = values[0]
-    others = [one for one in values if one is not first]
-    if any([one.shape != first.shape for one in others]):
+    others = [tensor for tensor in values if tensor is not first]
+    if any([tensor.shape != first.shape for tensor in others]):
         return False
-    return not others or bool(torch.stack([(one == first).all() for one in others]).all())
+    return not others or bool(torch.stack([(tensor == first).all() for tensor in others]).all())
 
 
-def _others(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+def _opened(values: Sequence[Any], *, caches: bool = False) -> list[Container] | None:
+    """Open values; return None unless all are containers of one kind."""
+    opened = [container(value, caches=caches) for value in values]
+    containers = [value for value in opened if value is not None]
+    are_alike = len(containers) == len(values) and len({value.kind for value in containers}) == 1
+    return containers if are_alike else None
+
+
+def _others(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _differs(path: str, what: list[str]) -> ValueError:
@@ -252,13 +253,13 @@ def _lazily_joined(caches: list[Any], sizes: Sequence[int]) -> Any:
     return lazy.__new__(lazy)
 
 
-def _joined_state(values: list[Any], sizes: Sequence[int]) -> Any:
+def _joined_state(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
-        has_rows = first.dim() > 0 and all([len(one) == size for one, size in zip(values, sizes)])
-        return torch.cat([one.detach() for one in values]) if has_rows else first
-    opened = [container(value, caches=True) for value in values]
-    parts = [one for one in opened if one is not None]
-    if len(parts) < len(values):
+        has_rows = first.dim() > 0 and all([len(tensor) == size for tensor, size in zip(values, sizes)])
+        return torch.cat([tensor.detach() for tensor in values]) if has_rows else first
+    containers = _opened(values, caches=True)
+    if containers is None:
         return first
-    return parts[0].rebuilt([_joined_state(list(items), sizes) for items in zip(*[one.items for one in parts])])
+    items = zip(*[opened.items for opened in containers])
+    return containers[0].rebuilt([_joined_state(values, sizes) for values in items])

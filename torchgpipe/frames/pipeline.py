@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.columns import Columns, copier
+from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
-from torchgpipe.frames.exported import Exported
-from torchgpipe.frames.inputs import Arguments, chunk_sizes
+from torchgpipe.frames.inputs import Arguments, MicroBatches
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
+from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
@@ -68,11 +68,10 @@ class Pipeline:
         self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
         #: Whether modules have hooks, which may see what they return.
         self._has_hooks = False
-        #: What mini-batches there were whose graphs were looked at; see `Cell.verify_complete`.
-        self._verified: set[Any] = set()
+        #: What mini-batches there were whose graphs were looked at, and their operations on weights in host memory;
+        #: see `verify_complete` and `Watch`.
+        self._looked_at: set[Any] = set()
         self._told: set[str] = set()
-        #: What mini-batches there were whose operations on weights were looked at; see `Watch`.
-        self._watched: set[Any] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
 
@@ -80,43 +79,34 @@ class Pipeline:
         """Leave this out of copies and pickles, which make their own."""
         return type(None), ()
 
-    def forward(self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
-        settings, arguments = self.settings, Arguments(args, kwargs)
-        self._verify(arguments)
-        rows = settings.splitter.rows_of(arguments)
-        if self._stays_whole(arguments, rows):
-            return self._in_one_piece(module, plain, arguments)
-        self._begin(arguments, rows, 7)  # the caller of the model
-        sizes, parts = self.micro_batches(arguments, rows)
-        named = [settings.splitter.names(part) for part in parts]
+        settings = self.settings
+        batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
+        self._verify(batch)
+        if self._stays_whole(batch):
+            return self._in_one_piece(module, batch.arguments)
+        self._begin(batch, 7)  # the caller of the model
         backward = torch.is_grad_enabled()
-        scalars = mean_or_sum(settings, named, sizes)
-        parts = self._brought(arguments, rows, parts)
-        exported = Exported(len(parts), backward=backward)
-        actions = self._in_two_halves(len(parts))
+        scalars = mean_or_sum(settings, batch)
+        exported = Exported(len(batch.sizes), backward=backward)
+        actions = self._in_two_halves(len(batch.sizes))
         with self.aliased(module, backward=backward) as aliases:
-            mini_batch = self._mini_batch(module, plain, parts, exported.take, aliases, actions, backward=backward)
+            mini_batch = self._mini_batch(module, batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
-        mini_batch.watch_inputs(tuple(arguments))
-        self._end(mini_batch, rows)
+        mini_batch.watch_inputs(tuple(batch.arguments))
+        self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch, aliases)
-        return join(outputs, sizes, settings.kinds[module.training], scalars)
+        return join(outputs, batch.sizes, settings.study.kinds[module.training], scalars)
 
-    def step(
-        self, module: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], target: Any, kwargs: Any
-    ) -> Any:
+    def step(self, module: nn.Module, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
-        settings, arguments = self.settings, Arguments(args, kwargs)
-        self._verify(arguments)
-        rows = settings.splitter.rows_of(arguments)
-        self._begin(arguments, rows, 4)  # the caller of step
-        sizes, parts = self.micro_batches(arguments, rows)
+        settings = self.settings
+        batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
+        self._verify(batch)
+        self._begin(batch, 4)  # the caller of step
         backward = torch.is_grad_enabled()
-        named = [settings.splitter.names(part) for part in parts]
-        bring = self.to(settings.devices[-1])
-        loss = MicroBatchLoss(settings, named, sizes, target, bring, training=module.training)
-        parts = self._brought(arguments, rows, parts)
+        loss = MicroBatchLoss(settings, batch, target, self.to(settings.devices[-1]), training=module.training)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             value, weight = loss.of(i, output)
@@ -128,16 +118,16 @@ class Pipeline:
                     )
                 export(value).add(torch.full_like(value, weight))
 
-        actions = program_of(settings.schedule, len(parts), places_of(settings.devices))
+        actions = program_of(settings.schedule, len(batch.sizes), places_of(settings.devices))
 
         def work() -> Any:
             with aliases.installed():
                 mini_batch = self._mini_batch(
-                    module, plain, parts, finish, aliases, actions, backward=backward, schedule=settings.schedule
+                    module, batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
                 )
                 mini_batch.run()
                 result = loss.result()
-                self._end(mini_batch, rows)
+                self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
         with self._lock:
@@ -149,29 +139,29 @@ class Pipeline:
 
         So methods of the model beside forward run on several devices, as far as they call modules of the spine.
         """
-        devices, streams = self.settings.devices, self.streams
-        own = devices[door.column]
         if self.host_memory is not None:
             return self._call_from_host_memory(door, args, kwargs)
-        given = [there for _, tensor in each((args, kwargs)) if (there := streams.device_of(tensor)) is not None]
-        if not any([streams.moves(there, own) for there in given]):
+        devices, streams = self.settings.devices, self.streams
+        device = devices[door.column]
+        places = [streams.device_of(tensor) for _, tensor in each((args, kwargs))]
+        sources = [place for place in places if place is not None]
+        if not any([streams.moves(source, device) for source in sources]):
             return door.call_module(args, kwargs)
-        with streams.current(own).use():
-            output = door.call_exchanged(args, kwargs, self.to(own))
+        with streams.current(device).use():
+            output = door.call_exchanged(args, kwargs, self.to(device))
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
-        return mapped(output, self.to(given[0])) if given[0] in devices else output
+        return mapped(output, self.to(sources[0])) if sources[0] in devices else output
 
     def _call_from_host_memory(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call a module of the spine while its weights are on its device, without a graph."""
         modules, column = list(door.module.modules()), door.column
-        trained = [one for child in modules for one in child._parameters.values() if one is not None]
-        if torch.is_grad_enabled() and any([one.requires_grad for one in trained]):
+        if torch.is_grad_enabled() and any([parameter.requires_grad for parameter in door.module.parameters()]):
             raise RuntimeError(
                 f"'{door.name}' is called outside of the model's forward, where nothing brings its weights back from "
                 "host memory for backward; call it in torch.no_grad(), or call the model"
             )
         slots = [(child, name, column) for child in modules for name in child._parameters]
-        columns = Columns(self.settings.devices, self.streams)
+        columns = Columns(self.settings, self.streams)
         with self._lock:
             aliases = self._aliases_of(slots, backward=False)
             with (
@@ -242,7 +232,7 @@ class Pipeline:
         if self.host_memory is not None:
             self.host_memory.keep_frozen(weights_of(slots), devices)
         # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
-        columns = len(devices) if watches or self.settings.keeps_tensors else int(self._has_hooks)
+        columns = len(devices) if watches or self.settings.study.keeps_tensors else int(self._has_hooks)
         return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))
 
     def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: Container[int] = ()) -> Aliases:
@@ -258,15 +248,15 @@ class Pipeline:
         if self.host_memory is None:
             return program("GPipe", m, places)
         return [
-            [Action(kind, i if kind == "F" else m - 1 - i, j) for half in "FB" for kind, i, j in own if kind == half]
-            for own in program("LayerMajor", m, places)
+            [Action("F", i, j) for kind, i, j in actions if kind == "F"]
+            + [Action("B", m - 1 - i, j) for kind, i, j in actions if kind == "B"]
+            for actions in program("LayerMajor", m, places)
         ]
 
     def _mini_batch(
         self,
-        module: nn.Module,
-        plain: Callable[..., Any],
-        parts: Sequence[Arguments],
+        module: Any,
+        batch: MicroBatches,
         finish: Finish,
         aliases: Aliases,
         actions: Program,
@@ -278,40 +268,33 @@ class Pipeline:
         settings, recorder, recomputes = self.settings, self.recorder, self._recomputes(module)
         step = None
         if recorder is not None:
-            places = [Place(self.streams.current(device), own) for device, own in zip(settings.devices, settings.parts)]
-            step = recorder.begin_step(len(parts), places, actions)
-        columns = Columns(settings.devices, self.streams, labelled(step))
-        bring = self.to(settings.devices[0])
-        inputs = [Arguments(*mapped(tuple(part), bring, caches=columns.copies)) for part in parts]
+            computing = map(self.streams.current, settings.devices)
+            places = [Place(stream, names) for stream, names in zip(computing, settings.parts)]
+            step = recorder.begin_step(len(batch.sizes), places, actions)
+        columns = Columns(settings, self.streams, labelled(step))
+        buffers = set(map(id, module.buffers())) if columns.copies else frozenset[int]()
+        # The host waits for each copy, so an argument is copied in one.
+        inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
         random_numbers = random_numbers or RandomNumbers(module, settings.devices)
-        watched = None
-        if self.host_memory is not None:
-            kind = backward, self._structure, modes_of(module), len(parts[0].args), tuple(parts[0].kwargs)
-            watched = None if kind in self._watched else lambda: self._watched.add(kind)
         return MiniBatch(
-            plain,
+            module._torchgpipe_forward,
+            f"{type(module).__name__}.forward",
             inputs,
             finish,
-            columns,
-            aliases,
+            Shared(columns, aliases, buffers, self.identity, []),
             random_numbers,
             actions,
             backward=backward,
             splits=not recomputes,
-            verified=self._to_verify(module, parts[0]) if backward else None,
-            labels=settings.labels,
-            model=f"{type(module).__name__}.forward",
-            buffers=set(map(id, module.buffers())) if columns.copies else frozenset(),
-            owner=self.identity,
+            looked=self._to_look(module, inputs[0], backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
-            watched=watched,
         )
 
-    def _to_verify(self, module: nn.Module, part: Arguments) -> Callable[[], None] | None:
-        """Return what notes that the graphs of such a mini-batch are verified; None if they were before."""
-        given = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = self._structure, modes_of(module), len(part.args), given
-        return None if key in self._verified else lambda: self._verified.add(key)
+    def _to_look(self, module: nn.Module, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
+        """Return what notes that such a mini-batch has been looked at; None if one was before."""
+        names = tuple([name for name, value in part.kwargs.items() if value is not None])
+        key = backward, self._structure, modes_of(module), len(part.args), names
+        return None if key in self._looked_at else lambda: self._looked_at.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of the caller's to ``device``."""
@@ -328,9 +311,9 @@ class Pipeline:
         switched = any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
         return bool(self.settings.recomputed) or switched
 
-    def _verify(self, arguments: Arguments) -> None:
+    def _verify(self, batch: MicroBatches) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
-        if arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
+        if batch.arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
@@ -346,59 +329,43 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _stays_whole(self, arguments: Arguments, rows: int) -> bool:
+    def _stays_whole(self, batch: MicroBatches) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled():
             return False
-        generates = arguments.kwargs.get("use_cache") is True or any(
-            map(is_cache, (*arguments.args, *arguments.kwargs.values()))
-        )
-        streamed = ", and all weights come from host memory each time" * (self.host_memory is not None)
+        args, kwargs = batch.arguments
+        generates = kwargs.get("use_cache") is True or any(map(is_cache, (*args, *kwargs.values())))
+        how = "the partitions in one piece, without a speed-up"
+        how += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            how = f"without a speed-up{streamed}"
-            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {how}", 8)
-        elif rows == 0:
-            said = self.settings.splitter.unsplit(arguments)
-            self._tell(f"a call passes the partitions in one piece, without a speed-up{streamed}, as {said}", 8)
-        return generates or rows == 0
+            self._tell(f"calls with a cache, as in generate(), pass {how}", 8)
+        elif batch.rows == 0:
+            self._tell(f"a call passes {how}, as {batch.splitter.unsplit(batch.arguments)}", 8)
+        return generates or batch.rows == 0
 
-    def micro_batches(self, arguments: Arguments, rows: int) -> tuple[list[int], list[Arguments]]:
-        """Return the rows of each micro-batch, and its arguments; one micro-batch if there is nothing to split."""
-        if rows == 0:
-            return [1], [arguments]
-        sizes = chunk_sizes(rows, self.settings.chunks)
-        return sizes, self.settings.splitter.split(arguments, sizes)
-
-    def _brought(self, arguments: Arguments, rows: int, parts: list[Arguments]) -> list[Arguments]:
-        """Return micro-batches on the first device. The host waits for each copy, so an argument is copied in one."""
-        given, devices = tuple(arguments), self.settings.devices
-        copies = any([self.streams.moves(devices[0], device) for device in devices])
-        moved = mapped(given, self.to(devices[0]), caches=copies)
-        return parts if moved is given else self.micro_batches(Arguments(*moved), rows)[1]
-
-    def _begin(self, arguments: Arguments, rows: int, stacklevel: int) -> None:
+    def _begin(self, batch: MicroBatches, stacklevel: int) -> None:
         """Tell of a mini-batch in training that cannot be split, and of a first one with few rows."""
         if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
             return
-        if rows == 0:
-            said = self.settings.splitter.unsplit(arguments)
-            self._tell(f"a training call runs as one micro-batch, without a speed-up, as {said}", stacklevel + 1)
+        if batch.rows == 0:
+            why = batch.splitter.unsplit(batch.arguments)
+            self._tell(f"a training call runs as one micro-batch, without a speed-up, as {why}", stacklevel + 1)
         if not self._begun:
             self._begun = True
-            tell_of_few(rows, self.settings.chunks, stacklevel)
+            tell_of_few(batch.rows, self.settings.chunks, stacklevel)
 
     def _tell(self, what: str, stacklevel: int) -> None:
         if what not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
             self._told.add(what)
             warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
 
-    def _in_one_piece(self, module: nn.Module, plain: Callable[..., Any], arguments: Arguments) -> Any:
-        if not Columns(self.settings.devices, self.streams).copies and self.host_memory is None:
-            return plain(*arguments.args, **arguments.kwargs)
+    def _in_one_piece(self, module: Any, arguments: Arguments) -> Any:
+        if not Columns(self.settings, self.streams).copies and self.host_memory is None:
+            return module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
-            arguments = Arguments(*mapped(tuple(arguments), self.to(self.settings.devices[0])))
+            arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
         with self.in_one_piece(module, backward=False) as aliases:
-            output = plain(*arguments.args, **arguments.kwargs)
+            output = module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
             if self.host_memory is not None:
                 aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
             return output
@@ -411,22 +378,21 @@ class Pipeline:
             module: the model
             backward: whether gradients are wanted, which go to the aliases
         """
-        columns = Columns(self.settings.devices, self.streams)
+        columns = Columns(self.settings, self.streams)
         visitor = InOnePiece(columns, self.identity)
-        with self.aliased(module, backward=backward, alone=True) as aliases, ExitStack() as stack:
-            if columns.copies or self.host_memory is not None:
-                stack.enter_context(visiting(visitor))
-            if columns.copies:
-                stack.enter_context(visitor)
-            if self.host_memory is not None:
-                stack.enter_context(OnDemand(aliases, columns.computing))
+        with (
+            self.aliased(module, backward=backward, alone=True) as aliases,
+            visiting(visitor),
+            visitor if columns.copies else nullcontext(),
+            OnDemand(aliases, columns.computing) if self.host_memory is not None else nullcontext(),
+        ):
             yield aliases
 
     def mini_batch_for_proof(
-        self, module: nn.Module, plain: Callable[..., Any], parts: Sequence[Arguments], finish: Finish, aliases: Aliases
+        self, module: nn.Module, batch: MicroBatches, finish: Finish, aliases: Aliases
     ) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
-        actions = program("GPipe", len(parts), places_of(self.settings.devices))
+        actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
         return self._mini_batch(
-            module, plain, parts, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
+            module, batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
         )

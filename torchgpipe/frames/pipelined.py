@@ -18,7 +18,7 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import weights_of
 from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.door import here, remove_door
+from torchgpipe.frames.door import remove_door, this_thread
 from torchgpipe.frames.inputs import Arguments, arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
@@ -143,9 +143,9 @@ def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **opt
     Returns:
         ``module``
     """
-    given = inspect.signature(pipelined).bind(module, sample, **options)
-    given.apply_defaults()
-    return _pipelined(**given.arguments, apart=True, found=found)  # type: ignore[no-any-return]
+    call = inspect.signature(pipelined).bind(module, sample, **options)
+    call.apply_defaults()
+    return _pipelined(**call.arguments, apart=True, found=found)  # type: ignore[no-any-return]
 
 
 def runs_of(module: nn.Module) -> Pipeline | None:
@@ -209,7 +209,7 @@ def _pipelined(
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
     cast(Any, module)._runs().prepare(module)  # Methods beside forward have doors from now on.
-    if verify is not False and not settings.on_meta:
+    if verify is not False and not settings.study.on_meta:
         try:
             _prove(module, arguments)
         except BaseException:
@@ -220,13 +220,10 @@ def _pipelined(
 
 def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.device, int]]:
     """Return the label, the device and the bytes of the weights of each column."""
-    own: list[dict[torch.Tensor, None]] = [{} for _ in settings.devices]
+    weights: list[dict[torch.Tensor, None]] = [{} for _ in settings.devices]
     for parameter, column in weights_of(settings.slots(module)):
-        own[column][parameter] = None
-    return [
-        (label, device, bytes_of(parameters))
-        for label, device, parameters in zip(settings.labels, settings.devices, own)
-    ]
+        weights[column][parameter] = None
+    return list(zip(settings.labels, settings.devices, map(bytes_of, weights)))
 
 
 def _prove(module: Any, sample: Arguments) -> None:
@@ -235,8 +232,8 @@ def _prove(module: Any, sample: Arguments) -> None:
     Raises:
         ValueError: the two differ.
     """
-    runs, plain = module._runs(), functools.partial(_plain(module).forward, module)
-    proof = Proof(runs, module, plain, *sample_of(runs, sample))
+    runs = module._runs()
+    proof = Proof(runs, module, sample_of(runs.settings, sample))
     comparison = proof.run()
     if comparison.faults:
         raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
@@ -350,23 +347,21 @@ class _Pipelined(nn.Module):
     """The methods of a pipelined module, in front of those of its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(_plain(self).forward, self)
-        visitor = here.visitor
+        visitor = this_thread.visitor
         if visitor is not None:
             if visitor.owner is self._runs().identity:  # The model calls itself.
-                return plain(*args, **kwargs)
+                return self._torchgpipe_forward(*args, **kwargs)
             args, kwargs = visitor.bring((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *args, **kwargs)
-        return self._runs().forward(self, plain, args, kwargs)
+        return self._runs().forward(self, args, kwargs)
 
     @property
     def _pipeline_devices(self) -> list[torch.device]:
         """The devices, for a `GPipe` that has this module as a layer."""
-        settings: Settings = vars(self)[_SETTINGS]
-        return settings.devices
+        return _settings_of(self).devices
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
@@ -379,11 +374,15 @@ class _Pipelined(nn.Module):
         Returns:
             the mean loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
-        plain, runs = functools.partial(_plain(self).forward, self), self._runs()
+        runs = self._runs()
         try:
-            return runs.step(self, plain, args, target, kwargs)
+            return runs.step(self, args, target, kwargs)
         except TypeError as error:
-            if target is None and runs.settings.loss_fn is not None and not _takes(plain, args, kwargs):
+            if (
+                target is None
+                and runs.settings.loss_fn is not None
+                and not _takes(self._torchgpipe_forward, args, kwargs)
+            ):
                 error.add_note(NO_TARGET)
             raise
 
@@ -403,24 +402,27 @@ class _Pipelined(nn.Module):
         Returns:
             a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
         """
-        runs, plain = self._runs(), functools.partial(_plain(self).forward, self)
-        arguments = Arguments(args, kwargs)
-        sizes, _ = runs.micro_batches(arguments, runs.settings.splitter.rows_of(arguments))
+        runs = self._runs()
+        batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         with_loss = target is not None and runs.settings.loss_fn is not None
-        return Proof(runs, self, plain, arguments, sizes, target, with_loss=with_loss).run()
+        return Proof(runs, self, batch, target, with_loss=with_loss).run()
+
+    @property
+    def _torchgpipe_forward(self) -> Callable[..., Any]:
+        """The forward of the user's own class."""
+        return functools.partial(_plain(self).forward, self)
 
     def _runs(self) -> Pipeline:
         """Return what runs this module, and make it if there is none, as for a copy."""
         runs: Pipeline | None = vars(self).get(_RUNS)
         if runs is None:
-            runs = vars(self)[_RUNS] = Pipeline(vars(self)[_SETTINGS])
+            runs = vars(self)[_RUNS] = Pipeline(_settings_of(self))
         return runs
 
     @property
     def layout(self) -> Layout:
         """The spine, the partitions, and what crosses their boundaries; printed as a table."""
-        layout: Layout = vars(self)[_SETTINGS].layout
-        return layout
+        return _settings_of(self).layout
 
     def unpipelined(self) -> Any:
         """Give the module its own class back, and return it; its parameters stay where they are.
@@ -452,8 +454,9 @@ class _Pipelined(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # The pipeline manages the place of parameters and buffers; only their dtype may change.
-        settings: Settings = vars(self)[_SETTINGS]
-        for device in {*settings.devices, *([torch.device("cpu")] if settings.offload is not None else [])}:
+        settings = _settings_of(self)
+        at_home = [torch.device("cpu")] if settings.offload is not None else []
+        for device in {*settings.devices, *at_home}:
             probe = torch.empty(0, device=device)
             moved = fn(probe).device
             if moved != probe.device and not moved.type == probe.device.type == "cpu":
@@ -479,19 +482,19 @@ class _Pipelined(nn.Module):
         return (_rebuilt, (_plain(self),), *made[2:])
 
     def extra_repr(self) -> str:
-        settings: Settings = vars(self)[_SETTINGS]
-        own = super().extra_repr()
+        settings = _settings_of(self)
         devices = [str(partition.device) for partition in settings.layout.partitions]
-        ours = f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"
-        ours += _of_offload(settings.offload)
-        return f"{own}, {ours}" if own else ours
+        said = [super().extra_repr()] if super().extra_repr() else []
+        said += [f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"]
+        if settings.offload is not None:
+            slots, _, rests = settings.offload
+            said += [f"offload={True if rests else 'weights'!r}, slots={slots}"]
+        return ", ".join(said)
 
 
-def _of_offload(limits: tuple[int, int | None, bool] | None) -> str:
-    if limits is None:
-        return ""
-    slots, _, rests = limits
-    return f", offload={True if rests else 'weights'!r}, slots={slots}"
+def _settings_of(module: nn.Module) -> Settings:
+    settings: Settings = vars(module)[_SETTINGS]
+    return settings
 
 
 def _plain(module: nn.Module) -> Any:

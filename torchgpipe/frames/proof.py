@@ -10,7 +10,7 @@ rows together differ from rows apart in training, so these two run once more in 
 plain model draws, and is compared as it stands.
 
 The pipeline runs column by column: all micro-batches pass the first column before one enters the second. So state that
-one partition leaves on the model for a later one is always that of another micro-batch, which shows.
+one column leaves on the model for a later one is always that of another micro-batch, which shows.
 
 Nothing is left behind: gradients go to aliases, and `untouched` puts back the rest. Gradients of the plain model are
 held once; those of the pipeline are compared and dropped column by column.
@@ -18,7 +18,7 @@ held once; those of the pipeline are compared and dropped column by column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -29,11 +29,12 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.inputs import Arguments, chunk_sizes
+from torchgpipe.frames.inputs import Arguments, MicroBatches
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.sample import without_compiler
+from torchgpipe.frames.settings import Settings
 from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.model.values import each, mapped
@@ -63,17 +64,15 @@ class _Run(NamedTuple):
     draws: Draws
 
 
-def sample_of(pipeline: Pipeline, arguments: Arguments) -> tuple[Arguments, list[int]]:
-    """Return a mini-batch for a proof, made of the sample of one micro-batch, and the rows of its micro-batches.
+def sample_of(settings: Settings, arguments: Arguments) -> MicroBatches:
+    """Return a mini-batch for a proof, made of the sample of one micro-batch.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all.
     """
-    settings = pipeline.settings
-    rows = settings.splitter.rows
-    if not rows or settings.chunks == 1:
-        return arguments, [rows or 1]
-    count = rows if rows >= 4 else 2 * rows
-    return settings.splitter.resized(arguments, count), chunk_sizes(count, 2)
+    splitter = settings.study.splitter
+    if splitter.rows and settings.chunks > 1:
+        arguments = splitter.resized(arguments, splitter.rows if splitter.rows >= 4 else 2 * splitter.rows)
+    return splitter.micro_batches(arguments, min(2, settings.chunks))
 
 
 class Proof:
@@ -82,9 +81,7 @@ class Proof:
     Args:
         pipeline: what runs the pipelined model
         module: the model
-        plain: its own forward
-        arguments: those of the mini-batch
-        sizes: the rows of each micro-batch
+        batch: the mini-batch
         target: the target of the loss function
         with_loss: whether to compute the loss function of a step
     """
@@ -92,24 +89,19 @@ class Proof:
     def __init__(
         self,
         pipeline: Pipeline,
-        module: nn.Module,
-        plain: Callable[..., Any],
-        arguments: Arguments,
-        sizes: list[int],
+        module: Any,
+        batch: MicroBatches,
         target: Any = None,
         *,
         with_loss: bool = False,
     ) -> None:
-        self._pipeline, self._module, self._plain = pipeline, module, plain
-        settings = self._settings = pipeline.settings
-        with torch.inference_mode(False):  # Copies, which the model may change, and backward may save.
-            arguments = Arguments(*mapped(tuple(arguments), _kept, caches=True))
+        self._pipeline, self._module = pipeline, module
+        self._settings = pipeline.settings
+        with torch.inference_mode(False):
+            self._batch = batch.mapped(_kept)
             self._target = mapped(target, _kept) if with_loss else None
-        self._arguments, self._sizes = arguments, sizes
-        self._parts = [arguments] if len(sizes) == 1 else settings.splitter.split(arguments, sizes)
-        self._named = [settings.splitter.names(part) for part in self._parts]
         self._with_loss = with_loss
-        self.comparison = Comparison(settings.epsilon)
+        self.comparison = Comparison(pipeline.settings.study.epsilon)
         self._draws = False
         #: The outputs that may differ, and do.
         self.differing: list[str] = []
@@ -137,11 +129,11 @@ class Proof:
         modes = [False]
         if self._module.training:
             # Numbers of generators of Python cannot be repeated for a micro-batch.
-            modes = [False] if self._settings.draws_elsewhere else [True, False]
+            modes = [False] if self._settings.study.draws_elsewhere else [True, False]
         for training in modes:
             try:
                 with in_mode(self._module, training):
-                    run = self._apart(backward=True)
+                    run = self._apart(self._batch, backward=True)
             except Exception as error:
                 if training is modes[-1]:
                     raise self._not_apart(error) from error
@@ -151,13 +143,14 @@ class Proof:
                 return training, run
         return training, run
 
-    def _apart(self, *, backward: bool) -> _Run:
+    def _apart(self, batch: MicroBatches, *, backward: bool) -> _Run:
+        """Run the plain model on each micro-batch."""
         outputs: list[Any] = []
-        loss = self._loss()
+        loss = self._loss(batch)
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
             random_numbers = RandomNumbers(None)
             buffers = Buffers(self._module)
-            for i, part in enumerate(self._parts):
+            for i, part in enumerate(batch.parts):
                 with random_numbers.of(i, self._settings.devices[0]):
                     output = self._call(part)
                     aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
@@ -173,9 +166,9 @@ class Proof:
 
     def _together(self) -> tuple[Any, Tensor | None]:
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
-            output = self._call(self._arguments)
+            output = self._call(self._batch.arguments)
             aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
-            loss = self._loss([sum(self._sizes)])
+            loss = self._loss(self._batch.whole)
             if loss is None:
                 return mapped(output, Tensor.detach), None
             loss.of(0, output)
@@ -184,19 +177,17 @@ class Proof:
     def _call(self, arguments: Arguments) -> Any:
         # Clones, which the model may change.
         bring = self._pipeline.to(self._settings.devices[0])
-        args, kwargs = mapped(tuple(arguments), lambda tensor: bring(tensor.clone()), caches=True)
-        return self._plain(*args, **kwargs)
+        args, kwargs = arguments.mapped(lambda tensor: bring(tensor.clone()))
+        return self._module._torchgpipe_forward(*args, **kwargs)
 
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
         return self._pipeline.in_one_piece(self._module, backward=True)
 
-    def _loss(self, sizes: list[int] | None = None) -> MicroBatchLoss | None:
+    def _loss(self, batch: MicroBatches) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
-        named = self._named if sizes is None else [self._settings.splitter.names(self._arguments)]
-        training = self._module.training
         bring = self._pipeline.to(self._settings.devices[-1])
-        return MicroBatchLoss(self._settings, named, sizes or self._sizes, self._target, bring, training=training)
+        return MicroBatchLoss(self._settings, batch, self._target, bring, training=self._module.training)
 
     def _roots(self, i: int, output: Any, loss: MicroBatchLoss | None) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
@@ -209,7 +200,7 @@ class Proof:
 
     def _compare_together(self, training: bool, apart: _Run) -> None:
         """Compare rows together with rows apart."""
-        sizes = self._sizes
+        sizes = self._batch.sizes
         if len(sizes) == 1:
             return
         # A layer that changes its buffers, as a spectral norm does, may compute with them.
@@ -219,7 +210,7 @@ class Proof:
         training = training and not couples
         with in_mode(self._module, training):
             # With a graph, as rows together: without one, nn.TransformerEncoder computes padded positions otherwise.
-            run = self._apart(backward=False) if couples else apart
+            run = self._apart(self._batch, backward=False) if couples else apart
             outputs, loss = run.outputs, run.loss
             # A model that draws in evaluation, too, draws other numbers for all rows at once.
             draws = run.draws.cpu or run.draws.device
@@ -232,20 +223,20 @@ class Proof:
         if loss is not None and whole_loss is not None and not draws:
             fault = self._of_scalar("loss", whole_loss, [loss], loss)
             add("loss, rows together and apart", whole_loss, loss, fault, tolerance=self.comparison.loose)
-        scalar = mean_or_sum(self._settings, self._named, sizes)
+        scalar = mean_or_sum(self._settings, self._batch)
         try:
-            joined = dict(each(join(outputs, sizes, self._settings.kinds[training], scalar)))
+            joined = dict(each(join(outputs, sizes, self._settings.study.kinds[training], scalar)))
         except (TypeError, ValueError) as error:
             if self._settings.loss_fn is None and not self._with_loss:
                 self.comparison.note("outputs", f"{error} ({self._decisions()})")
             return
-        parts = [{path: one for path, one in each(output) if one.dim() == 0} for output in outputs]
+        numbers = [{path: tensor for path, tensor in each(output) if tensor.dim() == 0} for output in outputs]
         del run, outputs
         for path, tensor in each(whole):
             ours = joined.get(path)
             if draws and ours is not None and ours.shape == tensor.shape:
                 continue
-            fault = self._coupled(path, tensor, ours, [one.get(path) for one in parts])
+            fault = self._coupled(path, tensor, ours, [number.get(path) for number in numbers])
             if ours is not None and path in self._settings.may_differ:
                 difference, largest = difference_of(tensor, ours)
                 if difference > self.comparison.loose * largest:
@@ -255,10 +246,10 @@ class Proof:
 
     def _compare_pipeline(self, apart: _Run) -> None:
         """Compare the pipeline with rows apart."""
-        pipeline, comparison, labels = self._pipeline, self.comparison, self._settings.labels
-        loss = self._loss()
-        outputs: dict[int, Any] = {}
+        pipeline, comparison = self._pipeline, self.comparison
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        loss = self._loss(self._batch)
+        outputs: dict[int, Any] = {}
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
             for tensor, grad in self._roots(i, output, loss):
@@ -270,31 +261,8 @@ class Proof:
             pipeline.aliased(self._module, backward=True, watches=True) as aliases,
         ):
             buffers = Buffers(self._module)
-            expected = apart.gradients or {}
-            largest = largest_of(expected.values())
-
-            splits = self._settings.schedule in SPLITTING
-            late: dict[Tensor, tuple[int, Tensor | None]] = {}
-
-            def compare_gradient(j: int, parameter: Tensor, grad: Tensor | None) -> Compared:
-                name = names.get(parameter, "a parameter")
-                fault = f"the gradient of '{name}' in {labels[j]} is not that of the plain model; {_look(self._module)}"
-                wanted = expected.get(parameter)
-                row, tight = f"gradient of '{name}'", comparison.tight
-                return comparison.compare(row, wanted, grad, fault, tolerance=tight, floor=largest)
-
-            def compare_gradients(j: int) -> None:
-                for parameter, grad in aliases.take_of(j):
-                    row = compare_gradient(j, parameter, grad)
-                    # The backward of an earlier column adds the rest if a function runs layers again, as Reformer does.
-                    if j and row.fault:
-                        late[parameter] = j, grad
-                    else:
-                        comparison.rows.append(row)
-                        expected.pop(parameter, None)
-
             try:
-                mini_batch = pipeline.mini_batch_for_proof(self._module, self._plain, self._parts, finish, aliases)
+                mini_batch = pipeline.mini_batch_for_proof(self._module, self._batch, finish, aliases)
                 mini_batch.run_columns_forward()
             except Exception as error:
                 if _is_ours(error):
@@ -310,30 +278,34 @@ class Proof:
                 comparison.add("loss", apart.loss, _total(loss), fault, tolerance=comparison.tight)
             forward = buffers.changed()
             if comparison.is_equal and apart.gradients is not None:
-                mini_batch.run_columns_backward(compare_gradients, split=splits)
-                rest = dict(zip(aliases.trained, aliases.take()))
-                for parameter, (j, grad) in late.items():
-                    comparison.rows.append(compare_gradient(j, parameter, sum_of(grad, rest[parameter])))
+                gradients = _Gradients(comparison, aliases, apart.gradients, self._of_gradient, names)
+                splits = self._settings.schedule in SPLITTING
+                mini_batch.run_columns_backward(gradients.compare_column, split=splits)
+                gradients.compare_rest()
             # After backward, because a layer that runs again there may change its buffers again.
-            changed = buffers.changed()
-            for name in dict.fromkeys([*apart.buffers, *changed]):
-                fault = f"the buffer '{name}' is changed in another way than by the plain model; "
-                if name in changed and difference_of(changed[name], forward.get(name))[0]:
-                    fault += (
-                        "a layer has a checkpoint of its own, so it changes its buffers again at backward, where "
-                        "micro-batches come in another order: switch it off, and let pipelined(checkpoint=...) "
-                        "recompute the layer"
-                    )
-                else:
-                    fault += _look(self._module)
-                comparison.add(
-                    f"buffer '{name}'", apart.buffers.get(name), changed.get(name), fault, tolerance=comparison.tight
+            self._compare_buffers(apart.buffers, forward, buffers.changed())
+
+    def _compare_buffers(
+        self, plain: Mapping[str, Tensor], forward: Mapping[str, Tensor], backward: Mapping[str, Tensor]
+    ) -> None:
+        """Compare the buffers that the plain model has changed with those that the pipeline has changed by the end."""
+        for name in dict.fromkeys([*plain, *backward]):
+            fault = f"the buffer '{name}' is changed in another way than by the plain model; "
+            if name in backward and difference_of(backward[name], forward.get(name))[0]:
+                fault += (
+                    "a layer has a checkpoint of its own, so it changes its buffers again at backward, where "
+                    "micro-batches come in another order: switch it off, and let pipelined(checkpoint=...) "
+                    "recompute the layer"
                 )
+            else:
+                fault += _look(self._module)
+            tight = self.comparison.tight
+            self.comparison.add(f"buffer '{name}'", plain.get(name), backward.get(name), fault, tolerance=tight)
 
     def _compare_outputs(self, apart: _Run, outputs: dict[int, Any]) -> None:
         """Compare the outputs of micro-batches, and forget them."""
         last = self._settings.labels[-1]
-        for i in range(len(self._parts)):
+        for i in range(len(self._batch.sizes)):
             output, ours = apart.outputs.pop(0), dict(each(outputs.pop(i)))
             for path, tensor in each(output):
                 fault = (
@@ -349,17 +321,17 @@ class Proof:
 
     def _not_apart(self, error: Exception) -> Exception:
         """Return what to raise if the plain model fails on its micro-batches."""
-        parts, self._parts = self._parts, [self._arguments]
+        sizes = self._batch.sizes
         try:
-            if len(parts) == 1:
+            if len(sizes) == 1:
                 raise error
-            self._apart(backward=True)
+            self._apart(self._batch.whole, backward=True)
         except Exception as alone:
             alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
             return alone
         return ValueError(
-            f"the plain model does not take a mini-batch of {sum(self._sizes)} rows as micro-batches of "
-            f"{self._sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
+            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
+            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
             f"({self._decisions()}); {self._remedy()}"
         )
 
@@ -369,9 +341,9 @@ class Proof:
         shapes = f"of shape {tuple(whole.shape)}"
         if joined is not None and joined.shape != whole.shape:
             shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
-            shapes += f" micro-batches of {self._sizes} rows; it"
+            shapes += f" micro-batches of {self._batch.sizes} rows; it"
         else:
-            shapes += f" for {sum(self._sizes)} rows"
+            shapes += f" for {sum(self._batch.sizes)} rows"
         return (
             f"the output '{path}' {shapes} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
             f"attention over rows or a contrastive loss, and cannot be split; or {self._remedy()} ({self._decisions()})"
@@ -380,14 +352,14 @@ class Proof:
         )
 
     def _of_scalar(self, path: str, whole: Tensor, parts: Sequence[Tensor], joined: Tensor | None) -> str:
-        rows = sum(self._sizes)
+        rows = sum(self._batch.sizes)
         said = f"the output '{path}' of {rows} rows is {_number(whole)}, and that of the rows apart "
         said += " and ".join([_number(part) for part in parts])
         if joined is not None:
             said += f", joined {_number(joined)}"
         if parts and difference_of(whole, sum(parts, torch.zeros_like(whole)))[0] <= self._slack(whole):
             return f"{said}; it is a sum: give reduce='sum'"
-        weighted = [part * (size / rows) for part, size in zip(parts, self._sizes)]
+        weighted = [part * (size / rows) for part, size in zip(parts, self._batch.sizes)]
         if weighted and difference_of(whole, sum(weighted, torch.zeros_like(whole)))[0] <= self._slack(whole):
             return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
         return (
@@ -396,18 +368,76 @@ class Proof:
             f"cannot be split; verify=['{path}'] lets it differ, with a warning"
         )
 
+    def _of_gradient(self, j: int, name: str) -> str:
+        where = self._settings.labels[j]
+        return f"the gradient of '{name}' in {where} is not that of the plain model; {_look(self._module)}"
+
     def _slack(self, whole: Tensor) -> float:
         return self.comparison.loose * float(whole.detach().double().abs())
 
     def _remedy(self) -> str:
-        batch = self._settings.splitter.batch
+        batch = self._settings.study.splitter.batch
         first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
         remedy = f"dimension 0 of '{batch}' is not the batch"
         remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
         return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
 
     def _decisions(self) -> str:
-        return f"by the sample: {self._settings.splitter.decisions()}"
+        return f"by the sample: {self._settings.study.splitter.decisions()}"
+
+
+class _Gradients:
+    """The comparison of the gradients of parameters, column by column; what has been compared is dropped.
+
+    Args:
+        comparison: takes the rows
+        aliases: have the gradients of the pipeline
+        expected: the gradients of the plain model, which are forgotten one by one
+        fault: says what is wrong, given the column and the name of a parameter
+        names: the names of parameters
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        aliases: Aliases,
+        expected: dict[Tensor, Tensor | None],
+        fault: Callable[[int, str], str],
+        names: Mapping[Tensor, str],
+    ) -> None:
+        self._comparison, self._aliases, self._expected = comparison, aliases, expected
+        self._fault, self._names = fault, names
+        self._largest = largest_of(expected.values())
+        #: Gradients that differed, each with its column.
+        self._late: dict[Tensor, tuple[int, Tensor | None]] = {}
+
+    def compare_column(self, j: int) -> None:
+        """Compare the gradients of the parameters whose first column is ``j``."""
+        for parameter, grad in self._aliases.take_of(j):
+            row = self._compared(j, parameter, grad)
+            # The backward of an earlier column adds the rest if a function runs layers again, as Reformer does.
+            if j and row.fault:
+                self._late[parameter] = j, grad
+            else:
+                self._comparison.rows.append(row)
+                self._expected.pop(parameter, None)
+
+    def compare_rest(self) -> None:
+        """Compare the gradients that differed once more, with what has been added to them since."""
+        rest = dict(zip(self._aliases.trained, self._aliases.take()))
+        for parameter, (j, grad) in self._late.items():
+            self._comparison.rows.append(self._compared(j, parameter, sum_of(grad, rest[parameter])))
+
+    def _compared(self, j: int, parameter: Tensor, grad: Tensor | None) -> Compared:
+        name = self._names.get(parameter, "a parameter")
+        return self._comparison.compare(
+            f"gradient of '{name}'",
+            self._expected.get(parameter),
+            grad,
+            self._fault(j, name),
+            tolerance=self._comparison.tight,
+            floor=self._largest,
+        )
 
 
 def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:

@@ -40,18 +40,7 @@ Keep = Callable[[Tensor], Tensor | Rested]
 def recomputed(
     module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None = None
 ) -> Any:
-    """Call a module, and let it run again at backward.
-
-    Args:
-        module: the module
-        name: its name, for errors
-        call: calls it
-        args: its arguments
-        kwargs: its arguments with names
-        keep: returns what to keep of an argument
-
-    Returns:
-        what the module returns
+    """Call a module, let it run again at backward, and return what it returns; see `_Runs` for the arguments.
 
     Raises:
         RuntimeError: the module has changed its arguments in place.
@@ -80,7 +69,16 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 class _Runs:
-    """The first and the second run of a call, see `recomputed` for the arguments."""
+    """The first and the second run of a call.
+
+    Args:
+        module: the module
+        name: its name, for errors
+        call: calls it
+        args: its arguments
+        kwargs: its arguments with names
+        keep: returns what to keep of an argument
+    """
 
     def __init__(
         self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None
@@ -89,23 +87,24 @@ class _Runs:
         self._name, self._call, self._keep = name, call, keep
         #: What stands for arguments that rest, each with what it stands for.
         self._rested: dict[Tensor, Rested] = {}
-        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._first: tuple[Any, Any] | None = (args, kwargs)
         # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
         self._args, self._kwargs = copied(args), copied(kwargs)
         # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
         self._ambient = Ambient()
         self._found = Found(modules)
-        self._parameters = [one for _, _, own in self._found.layers for _, one in own]
+        self._parameters = [parameter for _, _, named in self._found.layers for _, parameter in named]
         self._inputs = [tensor for _, tensor in each((args, kwargs))]
         self._versions = versions([*self._parameters, *self._inputs])
-        device = next((one.device for one in (*self._parameters, *self._inputs) if one is not None), None)
+        tensors = [tensor for tensor in (*self._parameters, *self._inputs) if tensor is not None]
+        device = tensors[0].device if tensors else None
         # Cells that draw from one generator run one at a time, see `RandomNumbers`.
         self._random = RandomStates(device or torch.device("cpu"), modules, beside=False, between=True)
         self._buffers = BufferStates(modules)
         self._drawn: Drawn | None = None
 
     def __call__(self) -> Any:
-        if self._given is not None:
+        if self._first is not None:
             return self._first_run()
         if self._drawn is None:  # A tensor of the first run is wanted while that runs.
             raise RuntimeError(
@@ -116,8 +115,8 @@ class _Runs:
         return self._ambient.run(self._second_run, saved_tensors_hooks_in_use())
 
     def _first_run(self) -> Any:
-        assert self._given is not None
-        (args, kwargs), self._given = self._given, None
+        assert self._first is not None
+        (args, kwargs), self._first = self._first, None
         forget_parametrizations()
         with first_run(), exclusive(self._buffers.modules):
             before = self._random.begin()
@@ -146,14 +145,17 @@ class _Runs:
         self._rested[stub] = kept
         return stub
 
+    def _come_back(self, tensor: Tensor) -> Tensor:
+        return self._rested[tensor].get() if tensor in self._rested else tensor
+
     def _exchanged(self, change: Callable[[Tensor], Tensor]) -> Any:
         # A module may ask whether two arguments are one, as attention does.
-        known: dict[int, Tensor] = {}
+        changed: dict[int, Tensor] = {}
 
         def once(tensor: Tensor) -> Tensor:
-            if id(tensor) not in known:
-                known[id(tensor)] = change(tensor)
-            return known[id(tensor)]
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
 
         return mapped((copied(self._args), copied(self._kwargs)), once, caches=True, objects=True)
 
@@ -176,7 +178,7 @@ class _Runs:
             self._random.replay(self._drawn),
         ):
             if self._rested:
-                args, kwargs = self._exchanged(lambda one: self._rested[one].get() if one in self._rested else one)
+                args, kwargs = self._exchanged(self._come_back)
             else:
                 args, kwargs = copied(self._args), copied(self._kwargs)
             self._call(*args, **kwargs)

@@ -20,31 +20,36 @@ from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.model.untouched import in_mode, python_random_states, untouched
-from torchgpipe.model.values import mapped
 
 __all__ = ["Study", "study", "without_compiler"]
 
 
 @dataclass
 class Study:
-    """What runs of the sample have shown.
+    """What runs of the sample have shown; plain data, if without the traces.
 
     Attributes:
-        splitter: splits arguments as the sample is split
         traces: what the model calls; several, if times were wanted
+        splitter: splits arguments as the sample is split
         kinds: how outputs depend on the rows, in evaluation and in training
+        counted: the argument whose labels the model's own loss counts, and the label that it leaves out
         takes_items: whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore
         shifts: whether the loss leaves out the first label of each row, because it compares with the next labels
+        keeps_tensors: whether modules have put tensors on themselves
         draws_elsewhere: whether the model draws from generators of Python or NumPy
+        epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model is on the meta device, which has no values
     """
 
-    splitter: Splitter
     traces: list[Trace]
+    splitter: Splitter
     kinds: dict[bool, Kinds]
+    counted: tuple[str, int]
     takes_items: bool
     shifts: bool
+    keeps_tensors: bool
     draws_elsewhere: bool
+    epsilon: float
     on_meta: bool
 
 
@@ -60,7 +65,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
     splitter = Splitter(module.forward, sample, no_chunk)
     where = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     on_meta = where.type == "meta"
-    sample = Arguments(*mapped(tuple(sample), lambda tensor: tensor.detach().to(where)))
+    sample = sample.mapped(lambda tensor: tensor.detach().to(where), caches=False)
     with untouched(module), torch.no_grad():
         before = python_random_states()
         try:
@@ -76,12 +81,28 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         draws_elsewhere = python_random_states() != before
         kinds = _kinds(module, sample, splitter)
         takes_items, shifts = _loss_of(module, _with_labels_by_name(sample, splitter))
-    return Study(splitter, traces, kinds, takes_items, shifts, draws_elsewhere, on_meta)
+    return Study(
+        traces,
+        splitter,
+        kinds,
+        counted=traces[0].labels or ("labels", -100),
+        takes_items=takes_items,
+        shifts=shifts,
+        keeps_tensors=any([traced.keeps_tensors for traced in traces]),
+        draws_elsewhere=draws_elsewhere,
+        epsilon=traces[0].epsilon,
+        on_meta=on_meta,
+    )
+
+
+def _run(module: nn.Module, sample: Arguments, **others: Any) -> Any:
+    args, kwargs = sample.mapped(Tensor.clone)  # which the model may change
+    return module.forward(*args, **{**kwargs, **others})
 
 
 def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
-    args, kwargs = mapped(tuple(sample), torch.Tensor.clone, caches=True)
-    return trace(module, lambda: module.forward(*args, **kwargs), splitter.names(Arguments(args, kwargs)))
+    sample = sample.mapped(Tensor.clone)
+    return trace(module, lambda: module.forward(*sample.args, **sample.kwargs), splitter.names(sample))
 
 
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:
@@ -89,30 +110,27 @@ def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[boo
     best: tuple[int, int, dict[bool, Kinds]] = -1, 0, {False: {}, True: {}}
     for k in range(splitter.readings):
         splitter.read(k)
-        found = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
+        modes = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
         # Best are outputs that follow the rows, and then a model that takes another number of them at all.
-        follows = any([kind is not None for own in found.values() for kind in (own or {}).values()])
-        quality = 2 if follows else int(any([own is not None for own in found.values()]))
+        follows = any([kind is not None for kinds in modes.values() for kind in (kinds or {}).values()])
+        quality = 2 if follows else int(any([kinds is not None for kinds in modes.values()]))
         if quality > best[0]:
             # A batch norm may want more rows in training than there are.
-            best = quality, k, {training: own or found[not training] or {} for training, own in found.items()}
+            best = quality, k, {training: kinds or modes[not training] or {} for training, kinds in modes.items()}
     splitter.read(best[1])
     return best[2]
 
 
 def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training: bool) -> Kinds | None:
     """Return how the outputs depend on the rows: beside those of another number of rows."""
-    rows = splitter.rows
-    other = rows - 1 or 2
-    outputs = []
+    rows, other_rows = splitter.rows, splitter.rows - 1 or 2
     with in_mode(module, training), without_compiler(module):
-        for count in (rows, other):
-            args, kwargs = mapped(tuple(splitter.resized(sample, count)), torch.Tensor.clone, caches=True)
-            try:
-                outputs.append(module.forward(*args, **kwargs))
-            except Exception:
-                return None  # The model wants as many rows, or other arguments; sizes will tell.
-    return kinds_of(outputs[0], rows, outputs[1], other)
+        try:
+            output = _run(module, splitter.resized(sample, rows))
+            other = _run(module, splitter.resized(sample, other_rows))
+        except Exception:
+            return None  # The model wants as many rows, or other arguments; sizes will tell.
+    return kinds_of(output, rows, other, other_rows)
 
 
 @contextmanager
@@ -144,24 +162,23 @@ def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
     plain = _loss(module, sample)
     if plain is None:
         return False, False
-    one, two = (_loss(module, sample, num_items_in_batch=count) for count in (1, 2))
-    divides = one is not None and two is not None and abs(one) > 1.5 * abs(two)
+    of_one, of_two = (_loss(module, sample, num_items_in_batch=count) for count in (1, 2))
+    divides = of_one is not None and of_two is not None and abs(of_one) > 1.5 * abs(of_two)
     if labels.dim() != 2:
         return divides, False
     # Labels of the sample in the place of others: a number of our own might be an error.
-    known = labels[labels != -100]
-    other = torch.where(labels == known.min(), known.max(), known.min()) if known.numel() else labels
-    first = torch.cat([other[:, :1], labels[:, 1:]], dim=1)
-    if torch.equal(first, labels) or _loss(module, sample, labels=other) == plain:
+    counted = labels[labels != -100]
+    exchanged = torch.where(labels == counted.min(), counted.max(), counted.min()) if counted.numel() else labels
+    first_exchanged = torch.cat([exchanged[:, :1], labels[:, 1:]], dim=1)
+    if torch.equal(first_exchanged, labels) or _loss(module, sample, labels=exchanged) == plain:
         return divides, named  # Nothing shows.
-    return divides, _loss(module, sample, labels=first) == plain
+    return divides, _loss(module, sample, labels=first_exchanged) == plain
 
 
 def _loss(module: nn.Module, sample: Arguments, **others: Any) -> float | None:
-    args, kwargs = mapped(tuple(sample), torch.Tensor.clone, caches=True)
     torch.manual_seed(0)
     try:
-        output = module.forward(*args, **{**kwargs, **others})
+        output = _run(module, sample, **others)
     except (TypeError, RuntimeError):
         return None  # It does not take this argument.
     loss = own_loss(output)

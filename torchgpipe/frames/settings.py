@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchgpipe.frames.inputs import Splitter
 from torchgpipe.frames.layout import Layout
-from torchgpipe.frames.outputs import Kinds
+from torchgpipe.frames.sample import Study
 from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Schedule
 
@@ -28,7 +27,8 @@ class Settings:
     Attributes:
         chunks: the number of micro-batches
         devices: the device of each column; neighbouring partitions on one device are a column
-        labels: names each column, for errors
+        names: names each column by the numbers of its partitions, for errors
+        labels: names each column with its modules and its device, for errors
         parts: for each column, the names of its parts of the spine
         doors: for each module of the spine, its column
         homes: for each parameter and buffer outside of these modules, its column
@@ -37,15 +37,7 @@ class Settings:
         loss_fn: the loss function of a step, or None
         weight: the weight of a micro-batch, or None
         reduce: how numbers are joined: 'mean', 'sum', or None for what the arguments tell
-        splitter: splits arguments
-        kinds: how outputs depend on the rows, in evaluation and in training
-        counted: the argument whose labels the model's own loss counts, and the label that it leaves out
-        shifts: whether the model's own loss leaves out the first label of each row
-        takes_items: whether the model's own loss is a sum divided by ``num_items_in_batch``
-        keeps_tensors: whether modules have put tensors on themselves in the sample's run
-        draws_elsewhere: whether the model draws from generators of Python or NumPy
-        epsilon: the rounding error of the coarsest numbers in the model, relative to 1
-        on_meta: whether the model was on the meta device
+        study: what runs of the sample have shown
         layout: the layout, for people
         may_differ: the names of outputs that may differ between rows together and rows apart
         offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
@@ -54,6 +46,7 @@ class Settings:
 
     chunks: int
     devices: list[torch.device]
+    names: list[str]
     labels: list[str]
     parts: list[list[str]]
     doors: dict[str, int]
@@ -63,15 +56,7 @@ class Settings:
     loss_fn: Callable[..., Any] | None
     weight: Callable[..., Any] | None
     reduce: str | None
-    splitter: Splitter
-    kinds: dict[bool, Kinds]
-    counted: tuple[str, int]
-    shifts: bool
-    takes_items: bool
-    keeps_tensors: bool
-    draws_elsewhere: bool
-    epsilon: float
-    on_meta: bool
+    study: Study
     layout: Layout
     may_differ: Collection[str] = ()
     offload: tuple[int, int | None, bool] | None = None

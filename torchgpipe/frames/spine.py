@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,30 +34,49 @@ from torchgpipe.devices.torch_internals import (
     replace_call,
     versions,
 )
+from torchgpipe.frames.layout import Part
 from torchgpipe.frames.operations import changes_shape, changes_values
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.values import each
 
-__all__ = ["Part", "Trace", "spine_of", "trace"]
+__all__ = ["Trace", "spine_of", "trace"]
 
 
 @dataclass
-class _Call:
+class Call:
     """A call of a module.
 
     Attributes:
-        module: the module
+        name: the name of the module in the model
         start: its place in the order of all events
+        is_within_itself: whether it was made within another call of the same module
         end: the place of its return
         seconds: the time that it took
         inner: the calls that it made itself
     """
 
-    module: nn.Module
+    name: str
     start: int
+    is_within_itself: bool = False
     end: int = 0
     seconds: float = 0.0
-    inner: list[_Call] = field(default_factory=list)
+    inner: list[Call] = field(default_factory=list)
+
+
+class Kept(NamedTuple):
+    """A tensor that a module has put on itself, or a buffer that has changed.
+
+    Attributes:
+        module: the name of the module
+        attribute: the name of the tensor there
+        first: the place where the tensor was made, or first used if it was there before
+        last: the place of its last use
+    """
+
+    module: str
+    attribute: str
+    first: int
+    last: int
 
 
 @dataclass
@@ -65,88 +84,60 @@ class Trace:
     """What a run has shown.
 
     Attributes:
-        root: the call of the model
-        output: what it returned
-        used: for each parameter and buffer, the place of its first use by an operation
-        kept: the tensors that modules have put on themselves, and the buffers that have changed, each with the place
-            where it was made or first used, and that of its last use
+        calls: all calls in the order of their starts; the first is that of the model
+        output: what the model returned
+        used: for each tensor that modules had before, the place of its first use by an operation
+        kept: the tensors that modules have put on themselves or changed, and operations have used
         keeps_tensors: whether modules have put any tensors on themselves
         drawn: the generators of the model's own that it has drawn from, each time with the place
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
         epsilon: the rounding error of the coarsest numbers in it, relative to 1
     """
 
-    root: _Call
+    calls: list[Call]
     output: Any
     used: dict[Tensor, int]
-    kept: list[tuple[nn.Module, str, int, int]]
+    kept: list[Kept]
     keeps_tensors: bool
     drawn: list[tuple[torch.Generator, int]]
     labels: tuple[str, int] | None
     epsilon: float
 
-    def calls(self) -> list[_Call]:
-        """Return all calls."""
-        pending = [self.root]
-        for call in pending:  # The list grows meanwhile.
-            pending += call.inner
-        return pending
-
-    def seconds(self, modules: Iterable[nn.Module]) -> float:
+    def seconds(self, names: Collection[str]) -> float:
         """Return the time of all calls of these modules."""
-        wanted = set(modules)
-        return sum([call.seconds for call in self.calls() if call.module in wanted])
-
-
-@dataclass
-class Part:
-    """A part of the spine.
-
-    Attributes:
-        modules: its modules, by name
-        parameters: the number of elements of its parameters
-        size: the bytes of its parameters and buffers
-        seconds: the time of its forward
-    """
-
-    modules: dict[str, nn.Module]
-    parameters: int
-    size: int
-    seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """The names of its first and last modules."""
-        names = list(self.modules)
-        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        return sum([call.seconds for call in self.calls if call.name in names])
 
 
 class _Uses(TorchFunctionMode):
-    """Notes the first use of parameters and buffers, and where each tensor was made and last used."""
+    """Notes where each tensor of a model was first and last used by an operation, and where others were made."""
 
-    def __init__(self, clock: list[int], module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
         super().__init__()
-        self._clock = clock
-        parameters = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._known = {*parameters, *[id(buffer) for buffer in module.buffers()]}
-        #: By address, the names of parameters, and of arguments.
-        self._parameters = {address: name for name, one in module.named_parameters() if (address := _address(one))}
-        tensors = [(name, one) for name, value in arguments.items() for _, one in each(value)]
-        self._arguments = {address: (name, one) for name, one in tensors if (address := _address(one))}
+        #: The place in the order of all events.
+        self.now = 0
+        parameters = dict(module.named_parameters())
+        #: The tensors that modules have before the run, by their ids.
+        self.before: dict[int, Tensor] = {id(parameter): parameter for parameter in parameters.values()}
+        self.before |= {id(tensor): tensor for _, _, tensor in _held(module)}
+        self._parameters = {_address(parameter): name for name, parameter in parameters.items()}
+        self._arguments = {
+            _address(tensor): (name, tensor) for name, value in arguments.items() for _, tensor in each(value)
+        }
+        self._parameters.pop(0, None)
         self._arguments.pop(0, None)
-        self.made: dict[int, int] = {}
-        self.used: dict[Tensor, int] = {}
+        self.dtypes = {parameter.dtype for parameter in parameters.values()}
+        #: By ids.
+        self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.drawn: list[tuple[torch.Generator, int]] = []
         self.labels: tuple[str, int] | None = None
-        self.kinds = {parameter.dtype for parameter in module.parameters()}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for _, tensor in each((args, kwargs)):
-            self.last[id(tensor)] = self._clock[0]
-            if id(tensor) in self._known:
-                self.used.setdefault(tensor, self._clock[0])
+            self.last[id(tensor)] = self.now
+            if id(tensor) in self.before:
+                self.first.setdefault(id(tensor), self.now)
         if (changes_shape(func) or changes_values(func)) and not _assigns_itself(func, args):
             self._refuse_changed(func, args[:1])
         elif "out" in kwargs:
@@ -154,11 +145,12 @@ class _Uses(TorchFunctionMode):
         elif func in (functional.cross_entropy, functional.nll_loss):
             self._note_labels(inspect.signature(func).bind(*args, **kwargs).arguments)
         if kwargs.get("generator") is not None:
-            self.drawn.append((kwargs["generator"], self._clock[0]))
+            self.drawn.append((kwargs["generator"], self.now))
         result = func(*args, **kwargs)
         for _, tensor in each(result):
-            self.made[id(tensor)] = self._clock[0]
-            self.kinds.add(tensor.dtype)
+            if id(tensor) not in self.before:
+                self.first[id(tensor)] = self.now
+            self.dtypes.add(tensor.dtype)
         return result
 
     def _refuse_changed(self, func: Callable[..., Any], changed: Any) -> None:
@@ -218,19 +210,19 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
     Raises:
         RuntimeError: the forward changes a parameter in place; it has not been changed.
     """
-    clock = [0]
-    root = _Call(module, 0)
-    stack = [root]
-    uses = _Uses(clock, module, arguments)
+    calls = [Call("", 0)]
+    stack = [*calls]
+    uses = _Uses(module, arguments)
 
-    def probe(child: nn.Module) -> Callable[..., Any]:
+    def probe(child: nn.Module, name: str) -> Callable[..., Any]:
         inner = own_call(child)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            clock[0] += 1
-            made = _Call(child, clock[0])
-            stack[-1].inner.append(made)
-            stack.append(made)
+        def run_child(*args: Any, **kwargs: Any) -> Any:
+            uses.now += 1
+            call = Call(name, uses.now, is_within_itself=any([outer.name == name for outer in stack]))
+            calls.append(call)
+            stack[-1].inner.append(call)
+            stack.append(call)
             begin = time.perf_counter()
             try:
                 if child in compiled:
@@ -238,42 +230,46 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
                         return (inner or plain_call(child))(*args, **kwargs)
                 return plain_call(child)(*args, **kwargs)
             finally:
-                made.seconds = time.perf_counter() - begin
-                clock[0] += 1
-                made.end = clock[0]
+                call.seconds = time.perf_counter() - begin
+                uses.now += 1
+                call.end = uses.now
                 stack.pop()
 
-        return call
+        return run_child
 
     # The compiler must find the modules within as they are.
     compiled = {child for child in module.modules() if own_call(child) is not None or is_optimized(child)}
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
-    probes = {child: probe(child) for child in module.modules() if child is not module and child not in within}
-    before = {id(tensor) for _, _, tensor in attributes(module)}
-    buffers = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
-    counts = versions([buffer for _, _, buffer in buffers])
+    names = {child: name for name, child in module.named_modules()}
+    probes = {child: probe(child, name) for child, name in names.items() if name and child not in within}
+    counts = {id(tensor): versions([tensor]) for _, _, tensor in _held(module)}
     with _replaced(probes), uses:
         output = run()
-    root.end = clock[0] + 1
+    calls[0].end = uses.now + 1
     kept = [
-        (child, name, uses.made.get(id(tensor), uses.last[id(tensor)]), uses.last[id(tensor)])
-        for child, name, tensor in attributes(module)
-        if id(tensor) in uses.last and id(tensor) not in before
+        Kept(names.get(child, ""), attribute, uses.first.get(id(tensor), uses.last[id(tensor)]), uses.last[id(tensor)])
+        for child, attribute, tensor in _held(module)
+        if id(tensor) in uses.last and counts.get(id(tensor)) != versions([tensor])
     ]
-    keeps_tensors = any([id(tensor) not in before for _, _, tensor in attributes(module)])
-    changed = [now != then for now, then in zip(versions([buffer for _, _, buffer in buffers]), counts)]
-    kept += [
-        (child, name, uses.used[buffer], uses.last[id(buffer)])
-        for (child, name, buffer), is_changed in zip(buffers, changed)
-        if is_changed and buffer is not None and buffer in uses.used
-    ]
-    kept += [
-        (child, name, uses.made.get(id(child._buffers[name]), 0), uses.last[id(child._buffers[name])])
-        for child, name, buffer in buffers
-        if child._buffers.get(name) is not buffer and id(child._buffers.get(name)) in uses.last
-    ]
-    epsilon = max([torch.finfo(kind).eps for kind in uses.kinds if kind.is_floating_point], default=0.0)
-    return Trace(root, output, uses.used, kept, keeps_tensors, uses.drawn, uses.labels, epsilon)
+    return Trace(
+        calls,
+        output,
+        used={tensor: uses.first[key] for key, tensor in uses.before.items() if key in uses.first},
+        kept=kept,
+        keeps_tensors=any([id(tensor) not in uses.before for _, _, tensor in attributes(module)]),
+        drawn=uses.drawn,
+        labels=uses.labels,
+        epsilon=max([torch.finfo(dtype).eps for dtype in uses.dtypes if dtype.is_floating_point], default=0.0),
+    )
+
+
+def _held(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the tensors that modules hold beside their parameters: buffers, and other attributes."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                yield child, name, buffer
+    yield from attributes(module)
 
 
 @contextmanager
@@ -284,8 +280,8 @@ def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             replace_call(module, call)
         yield
     finally:
-        for module, own in before.items():
-            replace_call(module, own)
+        for module, call_before in before.items():
+            replace_call(module, call_before)
 
 
 def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
@@ -301,105 +297,102 @@ def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> lis
 
 
 class _Spine:
+    """The search for the spine. Modules go by their names."""
+
     def __init__(self, module: nn.Module, traced: Trace, n: int) -> None:
-        self._root = module
         self._n = n
-        self._names = {child: name for name, child in module.named_modules()}
+        self._modules = dict(module.named_modules())
+        names = {child: name for name, child in self._modules.items()}
         self._elements = {
-            element
+            names[element]
             for container in module.modules()
             if isinstance(container, (nn.ModuleList, nn.Sequential))
             for element in container.children()
         }
-        self._calls: dict[nn.Module, list[_Call]] = {}
+        self._calls: dict[str, list[Call]] = {}
+        for call in traced.calls:
+            self._calls.setdefault(call.name, []).append(call)
         #: The modules that are called within a call of themselves, which cannot be opened.
-        self._recursive: set[nn.Module] = set()
-        self._gather(traced.root, frozenset())
-        self._size = {child: sum([parameter.numel() for parameter in child.parameters()]) for child in self._calls}
-        self._total = max(1, self._size[module])
-
-    def _gather(self, call: _Call, around: frozenset[nn.Module]) -> None:
-        self._calls.setdefault(call.module, []).append(call)
-        if call.module in around:
-            self._recursive.add(call.module)
-        for inner in call.inner:
-            self._gather(inner, around | {call.module})
+        self._recursive = {call.name for call in traced.calls if call.is_within_itself}
+        self._size = {
+            name: sum([parameter.numel() for parameter in self._modules[name].parameters()]) for name in self._calls
+        }
+        self._total = max(1, self._size[""])
 
     def parts(self, opened: list[str]) -> list[Part]:
-        spine = self._inner(self._root)
+        spine = self._inner("")
         if not spine:
             return []
-        closed: set[nn.Module] = set()
-        wanted = {name for name in opened if name}
+        closed: set[str] = set()
+        wanted = [name for name in opened if name]
         while True:
-            parts = self._grouped(spine)
-            candidate = self._to_open(parts, closed, wanted)
+            groups = self._grouped(spine)
+            candidate = self._to_open(groups, closed, wanted)
             if candidate is None:
-                return [self._part(modules) for modules in parts]
-            finer = [one for module in spine for one in (self._inner(module) if module is candidate else [module])]
-            finer = list(dict.fromkeys(finer))
-            is_finer = len(self._grouped(finer)) > len(parts)
-            if is_finer or self._holds(candidate, wanted) or len(self._inner(candidate)) == 1:
+                return [self._part(group) for group in groups]
+            inner = self._inner(candidate)
+            k = spine.index(candidate)
+            finer = list(dict.fromkeys([*spine[:k], *inner, *spine[k + 1 :]]))
+            is_finer = len(self._grouped(finer)) > len(groups)
+            if is_finer or _holds(candidate, wanted) or len(inner) == 1:
                 spine = finer
             closed.add(candidate)
 
-    def _holds(self, module: nn.Module, names: set[str]) -> bool:
-        """Return whether one of these names is that of a module within a module."""
-        return any(name.startswith(f"{self._names[module]}.") for name in names)
-
-    def _inner(self, module: nn.Module) -> list[nn.Module]:
+    def _inner(self, name: str) -> list[str]:
         """Return the modules with parameters that a module calls itself; calls through modules without them count."""
-        if module in self._recursive:
+        if name in self._recursive:
             return []
-        result: dict[nn.Module, None] = {}
-        pending = [inner for call in self._calls[module] for inner in call.inner]
+        result: dict[str, None] = {}
+        pending = [inner for call in self._calls[name] for inner in call.inner]
         while pending:
             call = pending.pop(0)
-            if self._size[call.module]:
-                result[call.module] = None
+            if self._size[call.name]:
+                result[call.name] = None
             else:
                 pending[:0] = call.inner
         return list(result)
 
-    def _to_open(self, parts: list[list[nn.Module]], closed: set[nn.Module], wanted: set[str]) -> nn.Module | None:
-        able = [one for part in parts for one in part if one not in closed and self._inner(one)]
-        for one in able:
-            if self._holds(one, wanted):
-                return one
-        for one in able:
-            coarse = self._size[one] * 2 * self._n > self._total
-            if self._leads_to_elements(one) and (coarse or one not in self._elements):
-                return one
-        if len(parts) < self._n and able:
-            return max(able, key=lambda one: self._size[one])
+    def _to_open(self, groups: list[list[str]], closed: set[str], wanted: list[str]) -> str | None:
+        able = [name for group in groups for name in group if name not in closed and self._inner(name)]
+        for name in able:
+            if _holds(name, wanted):
+                return name
+        for name in able:
+            is_coarse = self._size[name] * 2 * self._n > self._total
+            if self._leads_to_elements(name) and (is_coarse or name not in self._elements):
+                return name
+        if len(groups) < self._n and able:
+            return max(able, key=self._size.__getitem__)
         return None
 
-    def _leads_to_elements(self, module: nn.Module) -> bool:
+    def _leads_to_elements(self, name: str) -> bool:
         """Return whether a module calls several elements of one container, itself or through modules of its own."""
-        inner = self._inner(module)
-        elements = [one for one in inner if one in self._elements]
-        if len({self._names[one].rpartition(".")[0] for one in elements}) < len(elements):
+        inner = self._inner(name)
+        elements = [child for child in inner if child in self._elements]
+        if len({child.rpartition(".")[0] for child in elements}) < len(elements):
             return True
-        return any(self._leads_to_elements(one) for one in inner if one not in self._elements)
+        return any(self._leads_to_elements(child) for child in inner if child not in self._elements)
 
-    def _grouped(self, spine: list[nn.Module]) -> list[list[nn.Module]]:
+    def _grouped(self, spine: list[str]) -> list[list[str]]:
         """Return the modules in the order of their calls, together if they cannot be kept apart."""
-        first = {one: min([call.start for call in self._calls[one]]) for one in spine}
-        groups: list[list[nn.Module]] = []
+        groups: list[list[str]] = []
         end = -1
-        for one in sorted(spine, key=first.__getitem__):
-            if first[one] < end:
-                groups[-1].append(one)
+        for name in sorted(spine, key=lambda name: self._calls[name][0].start):
+            calls = self._calls[name]
+            if calls[0].start < end:
+                groups[-1].append(name)
             else:
-                groups.append([one])
-            end = max(end, *[call.end for call in self._calls[one]])
+                groups.append([name])
+            end = max(end, *[call.end for call in calls])
         return groups
 
-    def _part(self, modules: list[nn.Module]) -> Part:
-        parameters = {parameter for one in modules for parameter in one.parameters()}
-        buffers = {buffer for one in modules for buffer in one.buffers()}
-        return Part(
-            {self._names[one]: one for one in modules},
-            sum([parameter.numel() for parameter in parameters]),
-            bytes_of((*parameters, *buffers)),
-        )
+    def _part(self, group: list[str]) -> Part:
+        modules = [self._modules[name] for name in group]
+        parameters = {parameter for module in modules for parameter in module.parameters()}
+        buffers = {buffer for module in modules for buffer in module.buffers()}
+        return Part(group, sum([parameter.numel() for parameter in parameters]), bytes_of((*parameters, *buffers)))
+
+
+def _holds(name: str, others: list[str]) -> bool:
+    """Return whether one of the other names is that of a module within a module."""
+    return any(other.startswith(f"{name}.") for other in others)

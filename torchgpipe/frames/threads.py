@@ -55,15 +55,15 @@ class _Thread(threading.Thread):
     def __init__(self, idle: list[_Thread], number: int) -> None:
         super().__init__(name=f"torchgpipe frame {number}")
         self._idle = idle
-        self._given: SimpleQueue[_Work | None] = SimpleQueue()
+        self._taken: SimpleQueue[_Work | None] = SimpleQueue()
 
     def take(self, work: _Work | None) -> None:
         """Give the thread work, or let it end."""
-        self._given.put(work)
+        self._taken.put(work)
 
     def run(self) -> None:
         # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
         torch.autocast_increment_nesting()
-        while (work := self._given.get()) is not None:
+        while (work := self._taken.get()) is not None:
             work(lambda: self._idle.append(self))
             del work  # It would keep the frame alive while the thread waits.

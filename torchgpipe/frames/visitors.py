@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode, storage_key, versions
-from torchgpipe.engine.resting import Rested, Resting
-from torchgpipe.frames.columns import Columns
+from torchgpipe.engine.resting import Rested
+from torchgpipe.frames.cell import FrameCell
+from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
-from torchgpipe.frames.door import Door, Owner, Visitor, here
+from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
@@ -30,11 +31,11 @@ __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 @contextmanager
 def visiting(visitor: Visitor) -> Iterator[None]:
     """Visit the doors that this thread comes to in a ``with`` block."""
-    outer, here.visitor = here.visitor, visitor
+    outer, this_thread.visitor = this_thread.visitor, visitor
     try:
         yield
     finally:
-        here.visitor = outer
+        this_thread.visitor = outer
 
 
 class Traveller:
@@ -42,34 +43,24 @@ class Traveller:
 
     Args:
         frame: the frame
-        crossing: brings tensors from column to column
-        columns: the columns
-        owner: the identity of the pipeline
-        resting: what waits in host memory, if activations do
-        given: the keys of the storages of the model's arguments
+        cells: the cells of the frame, by column; empty if there is no backward
+        shared: what all frames share
+        callers: the keys of the storages of the model's arguments
 
     Attributes:
         frame: the frame
+        owner: the identity of the pipeline
     """
 
-    def __init__(
-        self,
-        frame: Frame,
-        crossing: Crossing,
-        columns: Columns,
-        owner: Owner,
-        resting: Resting | None,
-        given: Set[int],
-    ) -> None:
-        self.owner, self._resting, self._given = owner, resting, given
+    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, callers: Set[int]) -> None:
+        self.frame, self.owner = frame, shared.owner
+        self._columns, self._resting, self._callers = shared.columns, shared.aliases.resting, callers
+        self._crossing = Crossing(frame, cells, shared)
+        self._glue = Glue(frame, self._crossing, shared.columns)
         #: What has rested until this column began.
-        self._known: list[tuple[Tensor, Rested]] = []
+        self._rested: list[tuple[Tensor, Rested]] = []
         #: Copies of what modules keep, with the names of these.
         self._copies: list[tuple[str, Tensor]] = []
-        self.frame = frame
-        self._crossing = crossing
-        self._columns = columns
-        self._glue = Glue(frame, crossing, columns.devices)
         self._current_stream = ExitStack()
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
@@ -89,7 +80,7 @@ class Traveller:
                         self.go_to(last, "the end")
                     self.frame.begin_work()
                     finish(output)
-            self._known = []
+            self._rested = []
             self._crossing.end()
 
     def bring(self, value: Any) -> Any:
@@ -109,10 +100,11 @@ class Traveller:
         if column == frame.column:
             return
         if column < frame.column:
+            names = self._columns.names
             raise RuntimeError(
-                f"'{name}' belongs to partition {column}, but the model has called it after modules of partition "
-                f"{frame.column}, which it did not do with the sample; give a sample that takes this way, or a balance "
-                f"that keeps '{name}' and what is called before it in one partition"
+                f"'{name}' belongs to {names[column]}, but the model has called it after modules of "
+                f"{names[frame.column]}, which it did not do with the sample; give a sample that takes this way, or a "
+                f"balance that keeps '{name}' and what is called before it in one partition"
             )
         self._current_stream.close()
         self._crossing.forget()
@@ -128,8 +120,9 @@ class Traveller:
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
             return door.call_module(args, kwargs)
         with self._without_glue():
-            with self._laid_down((args, kwargs), door.column):
-                self.go_to(door.column, door.name)
+            if door.column != frame.column:
+                with self._laid_down((args, kwargs), door.column):
+                    self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
@@ -181,28 +174,27 @@ class Traveller:
         if self._resting is None or not tensor.requires_grad:
             return tensor
         i, j = self.frame.i, self.frame.column
-        known = next((one for held, one in self._known if _rests(one, held, tensor)), None)
-        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), known)
+        rested = next((rested for laid, rested in self._rested if _is_of(rested, laid, tensor)), None)
+        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), rested)
 
     @contextmanager
     def _laid_down(self, value: Any, column: int) -> Iterator[None]:
-        """Let tensors wait in host memory in a ``with`` block, in which the frame waits for the turn of a column.
+        """Let tensors wait in host memory in a ``with`` block, in which the frame waits for the turn of another column.
 
         The model holds them, so only their memory can go: that of tensors which this frame has made, on one device.
         """
         frame, computing = self.frame, self._columns.computing
         i, j = frame.i, frame.column
-        if j != column:
-            self._known = []
+        self._rested = []
         laid: list[tuple[Tensor, Rested]] = []
-        if self._resting is not None and j != column and computing[j].device == computing[column].device:
+        if self._resting is not None and computing[j].device == computing[column].device:
             tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
             for key, tensor in tensors.items():
                 base = tensor if tensor._base is None else tensor._base
                 storage = tensor.untyped_storage()
                 # Of a part, only that part would come back; memory of DLPack or a CUDA graph is not PyTorch's to free.
                 is_all = tensor.nbytes == storage.nbytes() and storage.resizable()
-                if is_all and key not in self._given and base.grad_fn is not None:
+                if is_all and key not in self._callers and base.grad_fn is not None:
                     rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
                     if isinstance(rested, Rested):
                         laid.append((tensor, rested))
@@ -212,20 +204,13 @@ class Traveller:
             with computing[column].use() if laid else nullcontext():
                 for tensor, rested in laid:
                     rested.restore(tensor)
-            self._known += laid
+            self._rested = laid
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
         """Take the mode off the stack for a ``with`` block: operations need not even pass it by."""
-        if not self._crossing.is_needed:
-            self._glue.is_off = True
-            try:
-                yield
-            finally:
-                self._glue.is_off = False
-            return
-        mode = pop_function_mode()
-        if mode is not self._glue:  # The model has put a mode of its own on top.
+        mode = pop_function_mode() if self._crossing.is_needed else None
+        if mode is not None and mode is not self._glue:  # The model has put a mode of its own on top.
             push_function_mode(mode)
         self._glue.is_off = True
         try:
@@ -236,12 +221,13 @@ class Traveller:
                 push_function_mode(mode)
 
 
-def _rests(rested: Rested, a: Tensor, b: Tensor) -> bool:
-    """Return whether a tensor has the elements of one that has rested, none of them changed in place since."""
+def _is_of(rested: Rested, laid: Tensor, tensor: Tensor) -> bool:
+    """Return whether a tensor has the elements of the one that has rested, none of them changed in place since."""
     return (
-        storage_key(a) == storage_key(b)
-        and (a.storage_offset(), a.size(), a.stride()) == (b.storage_offset(), b.size(), b.stride())
-        and versions([a, b]) == [rested.version] * 2
+        storage_key(laid) == storage_key(tensor)
+        and (laid.storage_offset(), laid.size(), laid.stride())
+        == (tensor.storage_offset(), tensor.size(), tensor.stride())
+        and versions([laid, tensor]) == [rested.version] * 2
     )
 
 
@@ -264,13 +250,13 @@ def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], T
 
     The layers of other modules stay where they are, or every column would copy all of them.
     """
-    own = getattr(cache, "layers", None)
-    if not isinstance(own, list):
-        for part in vars(cache).values():
-            if is_cache(part):
-                _bring_layers(part, layers, bring)
+    layers_of_cache = getattr(cache, "layers", None)
+    if not isinstance(layers_of_cache, list):
+        for inner in vars(cache).values():
+            if is_cache(inner):
+                _bring_layers(inner, layers, bring)
         return
-    for layer in [own[k] for k in layers if k < len(own)]:
+    for layer in [layers_of_cache[k] for k in layers if k < len(layers_of_cache)]:
         for name, value in list(vars(layer).items()):
             if isinstance(value, Tensor):
                 brought = bring(value)
@@ -282,14 +268,13 @@ class RecomputationVisitor:
     """The visitor in a worker that runs backward: what is recomputed may come to doors again.
 
     Args:
-        columns: the columns
+        shared: what all frames share
         column: the column that is differentiated
-        owner: the identity of the pipeline
     """
 
-    def __init__(self, columns: Columns, column: int, owner: Owner) -> None:
-        self.owner = owner
-        self._columns, self._column = columns, column
+    def __init__(self, shared: Shared, column: int) -> None:
+        self.owner = shared.owner
+        self._columns, self._column = shared.columns, column
 
     def bring(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
@@ -304,9 +289,10 @@ class RecomputationVisitor:
         if not self._columns.copies:
             return door.call_module(args, kwargs)
         if self._columns.crosses(self._column, door.column):
+            names = self._columns.names
             raise RuntimeError(
-                f"'{door.name}' belongs to partition {door.column}, and a reentrant checkpoint around it began in "
-                f"partition {self._column}, on another device, which it cannot cross; use "
+                f"'{door.name}' belongs to {names[door.column]}, and a reentrant checkpoint around it began in "
+                f"{names[self._column]}, on another device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
         return door.call_exchanged(args, kwargs, self._columns.copier(self._columns.devices[door.column]))
@@ -341,7 +327,7 @@ class InOnePiece(TorchFunctionMode):
         kwargs = kwargs or {}
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
         changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
-        streams = self._columns.streams
-        places = [there for _, tensor in each(changed) if (there := streams.device_of(tensor)) in self._columns.devices]
-        change = self._columns.copier(places[0]) if places and places[0] is not None else self._change
+        devices = [self._columns.streams.device_of(tensor) for _, tensor in each(changed)]
+        place = next((device for device in devices if device is not None and device in self._columns.devices), None)
+        change = self._change if place is None else self._columns.copier(place)
         return func(*mapped(args, change), **mapped(kwargs, change))
