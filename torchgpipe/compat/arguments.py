@@ -16,16 +16,16 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.model import microbatch
 from torchgpipe.model.microbatch import Batch, Inputs, NoChunk
 
-__all__ = ["Arguments", "gather", "scatter"]
+__all__ = ["PositionalInputs", "gather", "scatter"]
 
 
-class Arguments(Batch):
+class PositionalInputs(Batch):
     """A value between two partitions; a tuple becomes the arguments of the next layer."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, value: Any, source: str) -> Arguments:
+    def of(cls, value: Any, source: str) -> PositionalInputs:
         """Flatten a value.
 
         Args:
@@ -109,7 +109,7 @@ def scatter(
         device,
         {name: _passed(value) for name, value in keywords.items()},
     )
-    return [Arguments(batch.leaves, batch.spec) for batch in batches]
+    return [PositionalInputs(batch.leaves, batch.spec) for batch in batches]
 
 
 def gather(batches: list[Batch]) -> Any:

@@ -26,7 +26,7 @@ from torchgpipe.devices.torch_internals import memory_of, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
 from torchgpipe.engine.gradients import sum_of
-from torchgpipe.engine.host_memory import HostMemory, Kept, empty
+from torchgpipe.engine.host_memory import FrozenCopy, HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.resting import Resting
 from torchgpipe.replay.found import registered
@@ -116,7 +116,7 @@ class Aliases:
             # Not `self`: a cycle would keep the model alive.
             self.resting = Resting(host_memory, lambda tensor: storage_key(tensor) in places)
         #: Aliases that keep their memory.
-        self._kept: dict[Tensor, Kept] = {}
+        self._kept: dict[Tensor, FrozenCopy] = {}
         #: What has come down of the gradient of an alias.
         self._came_down: dict[Tensor, Tensor] = {}
         #: What a parameter in host memory was when it first went up: its version, and its memory.

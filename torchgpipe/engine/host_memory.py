@@ -25,7 +25,7 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Device
 
-__all__ = ["HostMemory", "Kept", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
+__all__ = ["FrozenCopy", "HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
 
 
 class HostMemory:
@@ -58,7 +58,7 @@ class HostMemory:
         #: Where frozen weights stay from one mini-batch to the next.
         self._keeping: set[torch.device] = set()
         #: Those that stay, of each partition.
-        self._kept: MutableMapping[Tensor, dict[int, Kept]] = WeakIdKeyDictionary()
+        self._kept: MutableMapping[Tensor, dict[int, FrozenCopy]] = WeakIdKeyDictionary()
         self._pins = _Pins(pin)
         self._lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class HostMemory:
                 kept.forget()
         self._kept.clear()
 
-    def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, Kept | None]:
+    def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, FrozenCopy | None]:
         """Return a tensor like a parameter on a device, and its memory if it keeps that; otherwise it has none yet."""
         keeps = device in self._keeping and not parameter.requires_grad
         kept = self._kept.get(parameter, {}).get(j)
@@ -116,14 +116,14 @@ class HostMemory:
         with self.up(device).use(), torch.inference_mode(False):
             values = torch.empty_like(parameter.detach(), device=device)
             if keeps:
-                kept = self._kept.setdefault(parameter, {})[j] = Kept(values, device)
+                kept = self._kept.setdefault(parameter, {})[j] = FrozenCopy(values, device)
             else:
                 self._kept.pop(parameter, None)
                 values.untyped_storage().resize_(0)
         return values, kept
 
     @torch.no_grad()
-    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept: Kept | None = None) -> None:
+    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept: FrozenCopy | None = None) -> None:
         """Give an alias memory, and the values of its parameter, on the current stream.
 
         Args:
@@ -179,7 +179,7 @@ def empty(alias: Tensor) -> int:
     return bytes
 
 
-class Kept:
+class FrozenCopy:
     """A frozen weight that stays on a device, and what is known of the parameter whose values it has."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:

@@ -34,7 +34,7 @@ from torchgpipe.schedule.residency import Stay, residency
 __all__ = ["OnDemand", "Residence", "watch"]
 
 
-class _OnDevice:
+class _Stays:
     """What comes to a device, and when it leaves.
 
     Attributes:
@@ -89,7 +89,7 @@ class Residence:
         program = [[Action(kind, i, partitions[j]) for kind, i, j in row] for row in by_device.values()]
         stays = residency(program, self._memory.slots)
         self._on = {
-            device: _OnDevice(row, weights, gradients)
+            device: _Stays(row, weights, gradients)
             for (device, row), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
         }
         self._resting = aliases.resting
@@ -99,34 +99,34 @@ class Residence:
     def before(self, action: Action) -> None:
         """Let the computation wait for the weights that an action needs."""
         computing = self._streams[action.j]
-        plan = self._on[computing.device]
-        if plan.position == 0:
-            self._upload(plan, -1)
-            self._prefetch(plan, 0)
-            self._prefetch(plan, 1)
-        stay = plan.first.get(plan.position)
+        stays = self._on[computing.device]
+        if stays.position == 0:
+            self._upload(stays, -1)
+            self._prefetch(stays, 0)
+            self._prefetch(stays, 1)
+        stay = stays.first.get(stays.position)
         if stay is not None:
-            computing.wait(plan.arrived.pop(stay.j))
+            computing.wait(stays.arrived.pop(stay.j))
 
     def after(self, action: Action) -> None:
         """Let go what is not needed any more, and let come what is needed next."""
-        plan = self._on[self._streams[action.j].device]
-        k, plan.position = plan.position, plan.position + 1
-        stay = plan.down.get(k)
+        stays = self._on[self._streams[action.j].device]
+        k, stays.position = stays.position, stays.position + 1
+        stay = stays.down.get(k)
         if stay is not None:
             for j in self._columns[stay.j]:
                 bring_down(self._aliases, j, self._streams[j], self._heard("download", stay.j))
-        stay = plan.last.get(k)
+        stay = stays.last.get(k)
         if stay is not None:
             self._leave(stay.j)
-        self._upload(plan, k)
+        self._upload(stays, k)
         if self._resting is not None:
             self._resting.leave(self._streams[action.j])
-            self._prefetch(plan, k + 2)
+            self._prefetch(stays, k + 2)
 
-    def _prefetch(self, plan: _OnDevice, k: int) -> None:
-        if self._resting is not None and k < len(plan.actions):
-            self._resting.prefetch(plan.actions[k])
+    def _prefetch(self, stays: _Stays, k: int) -> None:
+        if self._resting is not None and k < len(stays.actions):
+            self._resting.prefetch(stays.actions[k])
 
     def watching(self, j: int) -> AbstractContextManager[object]:
         """Look at each operation in a ``with`` block, if this mini-batch is watched."""
@@ -155,13 +155,13 @@ class Residence:
             finally:
                 del errors
 
-    def _upload(self, plan: _OnDevice, k: int) -> None:
+    def _upload(self, stays: _Stays, k: int) -> None:
         """Begin the uploads that have room after action ``k``."""
-        while plan.waiting and plan.waiting[0].after <= k:
-            partition = plan.waiting.popleft().j
+        while stays.waiting and stays.waiting[0].after <= k:
+            partition = stays.waiting.popleft().j
             columns = self._columns[partition]
             device = self._streams[columns[0]].device
-            plan.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
+            stays.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
 
     def _heard(self, kind: Kind, partition: int) -> Heard:
         return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
@@ -230,13 +230,13 @@ def watch(aliases: Aliases, present: Callable[[], int]) -> Iterator[None]:
     """
     outer, _here.present = _here.present, present
     try:
-        with _Watch(aliases):
+        with _WatchedWeights(aliases):
             yield
     finally:
         _here.present = outer
 
 
-class _Watch(DispatchMode):
+class _WatchedWeights(DispatchMode):
     """See `watch`. A recomputation takes this mode along, perhaps into another thread, where it is another column's."""
 
     def __init__(self, aliases: Aliases) -> None:

@@ -144,7 +144,7 @@ class Rested:
         return tensor is not None and tensor.device == self._device
 
 
-class _OnDevice:
+class _Leaving:
     """What is on its way on a device: of the action that runs, and of the one before."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Resting:
         self._streams: Sequence[Stream] = ()
         self._numbers: dict[_Half, int] = {}
         self._devices = 1
-        self._on: dict[torch.device, _OnDevice] = {}
+        self._on: dict[torch.device, _Leaving] = {}
         #: What each action needs. Who needs it holds it; a second backward needs it again.
         self._needed: dict[_Half, list[weakref.ref[Rested]]] = {}
 
@@ -189,7 +189,7 @@ class Resting:
         self._numbers = {}
         for number, action in enumerate(actions):
             self._numbers.setdefault(_half(action), number)
-        self._on = {stream.device: _OnDevice() for stream in streams}
+        self._on = {stream.device: _Leaving() for stream in streams}
 
     def rest(
         self, tensor: Tensor, now: Action, until: Action, known: Rested | None = None, *, empties: bool = False

@@ -150,7 +150,7 @@ class Exchanged:
             copied.hand_over()
 
 
-class _Copy(NamedTuple):
+class _Handed(NamedTuple):
     """A list, a mapping or an object, and its copy with other items.
 
     Attributes:
@@ -192,14 +192,14 @@ def _entries(value: Any) -> dict[Any, Any]:
     return dict(enumerate(opened.items)) if isinstance(value, list) else dict(zip(opened.names, opened.items))
 
 
-def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
+def _copies(value: Any, exchanged: Any) -> Iterator[_Handed]:
     """Yield the containers in a value that `mapped` has copied and that can change, each with its copy."""
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, tuple):
         pairs = zip(value, exchanged)
     else:
         before, after = _entries(value), _entries(exchanged)
-        yield _Copy(value, exchanged, after, {id(after[key]): before[key] for key in after})
+        yield _Handed(value, exchanged, after, {id(after[key]): before[key] for key in after})
         pairs = [(before[key], after[key]) for key in after]
     for a, b in pairs:
         if a is not b and not isinstance(a, Tensor):

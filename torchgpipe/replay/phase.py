@@ -23,14 +23,14 @@ __all__ = [
 Phase = tuple[bool, bool]
 
 
-class _Current(threading.local):
+class _CurrentPhase(threading.local):
     # A context variable would break the graph of a compiled layer: `torch.compile` cannot trace `ContextVar.get`. A
     # default in the class would not be guarded: a layer compiled in a thread that has only the default would keep it.
     def __init__(self) -> None:
         self.phase: Phase = (False, False)
 
 
-_current = _Current()
+_current = _CurrentPhase()
 
 
 def is_checkpointing() -> bool:

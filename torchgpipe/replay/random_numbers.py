@@ -70,7 +70,7 @@ class RandomNumbers:
             others = [
                 generator for generator in generators_of_all(devices) if not self._swaps[_is_of_a_device(generator)]
             ]
-            self._watch = _Watch(others)
+            self._watch = _WatchedGenerators(others)
             self.callers_generator = CallersGenerator()
 
     @property
@@ -166,7 +166,7 @@ def _dropout(p: Any) -> float | None:
     return p if p in (0, 1) else 0.5
 
 
-class _Watch:
+class _WatchedGenerators:
     """Notice draws from generators, but for those of other pipelines' seeds.
 
     Args:
@@ -200,7 +200,7 @@ def _state_at_rest(generator: Generator) -> Tensor:
 
 
 #: The watches of this process, but for those inside of a block that holds the generator of the CPU.
-_watches: WeakSet[_Watch] = WeakSet()
+_watches: WeakSet[_WatchedGenerators] = WeakSet()
 
 
 @contextmanager

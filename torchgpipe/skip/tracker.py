@@ -79,14 +79,14 @@ class _ThreadTracker(SkipTracker):
         return super().pop(key)
 
 
-class _Current(threading.local):
+class _CurrentTracker(threading.local):
     tracker: SkipTracker
 
     def __init__(self) -> None:  # for each thread
         self.tracker = _ThreadTracker()
 
 
-_current = _Current()
+_current = _CurrentTracker()
 
 
 def current_skip_tracker() -> SkipTracker:

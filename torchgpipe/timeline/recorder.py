@@ -78,7 +78,7 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
         raise RuntimeError(
             "this pipeline is being recorded already; leave the other block of torchgpipe.record() first"
         )
-    recorder = _Recorder(steps)
+    recorder = _SpanRecorder(steps)
     timeline = Timeline()
     _set_recorder(pipeline, recorder)
     raised = True
@@ -127,7 +127,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, GPipe | Pipe
         yield from _outermost(child, dotted(name, child_name))
 
 
-class _Recorder:
+class _SpanRecorder:
     """Listen to the steps of a block, and keep the last ones.
 
     Args:
