@@ -61,8 +61,8 @@ class MiniBatch:
         program: the actions of each device
         backward: whether backward follows
         splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
-        looked: called when all actions have been looked at for operations that the pipeline has not seen, and for
-            changes of weights that live in host memory; None if there is no need to look
+        verified: called when all actions were verified to have no operation that the pipeline has not seen, and no
+            change of weights that live in host memory; None if there is no need
         facts: what a note about memory is made from
 
     Attributes:
@@ -85,7 +85,7 @@ class MiniBatch:
         *,
         backward: bool,
         splits: bool,
-        looked: Callable[[], None] | None,
+        verified: Callable[[], None] | None,
         facts: MiniBatchFacts,
     ) -> None:
         columns = self._columns = shared.columns
@@ -94,8 +94,8 @@ class MiniBatch:
         self.partitions = range(self._n)
         self.listener, self.streams = columns.listener, columns.computing
         self.random_numbers = random_numbers
-        self.watches = looked is not None and self._aliases.host_memory is not None
-        self._looked = looked or (lambda: None)
+        self.watches = verified is not None and self._aliases.host_memory is not None
+        self._verified = verified or (lambda: None)
         self._facts = facts
         self._model = model
         self._forward: Callable[..., Any] | None = forward
@@ -103,7 +103,7 @@ class MiniBatch:
         self._finish: Finish | None = finish
         self._ambient = Ambient()
         self._cells = [
-            [FrameCell(i, j, columns, verifies=looked is not None, splits=splits) for j in range(self._n)]
+            [FrameCell(i, j, columns, verifies=verified is not None, splits=splits) for j in range(self._n)]
             for i in range(self._m if backward else 0)
         ]
         #: The tensors among the caller's arguments, with their versions.
@@ -127,7 +127,7 @@ class MiniBatch:
         """
         try:
             self._executor().run(self._agenda, self._ambient)
-            self._looked()
+            self._verified()
         finally:
             self._drop()
 
@@ -136,7 +136,7 @@ class MiniBatch:
         try:
             self._executor().run(_only(self._agenda, "F"), self._ambient)
             if not self._cells:
-                self._looked()
+                self._verified()
         finally:
             self._drop()
 
@@ -155,7 +155,7 @@ class MiniBatch:
             for j in reversed(range(self._n)):
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
-        self._looked()
+        self._verified()
 
     def cancel(self) -> None:
         """See `Front.cancel`."""
@@ -189,7 +189,7 @@ class MiniBatch:
                 self._aliases.verify_unchanged(j)
         with self._aliases.installed(), self.random_numbers.callers_generator.kept():
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
-        self._looked()
+        self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
         for computing in self._columns.computing:
             self._columns.streams.current(computing.device).wait(computing.mark())

@@ -61,7 +61,7 @@ class Exported:
             return self._outputs
         tensors, exports = zip(*pairs)
         inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
-        trained = _heard(mini_batch, aliases)
+        trained = _trained_by(mini_batch, aliases)
         outer = iter(Outer.apply(mini_batch, aliases, trained, exports, *tensors, *trained, *inputs))
         return [
             _exchanged(output, {key: next(outer) for key in exports})
@@ -118,7 +118,7 @@ class Outer(Function):
         return (None, None, None, None, *[None] * len(grads), *parameters, *inputs)
 
 
-def _heard(mini_batch: MiniBatch, aliases: Aliases) -> list[Tensor]:
+def _trained_by(mini_batch: MiniBatch, aliases: Aliases) -> list[Tensor]:
     """Return the trained parameters, but for those with hooks that this mini-batch has not used.
 
     Autograd calls the hooks of an input also when its gradient is None, and an optimizer that steps in a hook would

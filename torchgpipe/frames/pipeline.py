@@ -25,7 +25,7 @@ from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
-from torchgpipe.frames.inputs import Arguments, MicroBatches
+from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
@@ -68,9 +68,9 @@ class Pipeline:
         self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
         #: Whether modules have hooks, which may see what they return.
         self._has_hooks = False
-        #: What mini-batches there were whose graphs were looked at, and their operations on weights in host memory;
-        #: see `verify_complete` and `Watch`.
-        self._looked_at: set[Any] = set()
+        #: The kinds of mini-batches whose graphs were verified, and their operations on weights in host memory; see
+        #: `verify_complete` and `watch`.
+        self._verified: set[Any] = set()
         self._told: set[str] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
@@ -256,7 +256,7 @@ class Pipeline:
     def _mini_batch(
         self,
         module: Any,
-        batch: MicroBatches,
+        batch: SplitBatch,
         finish: Finish,
         aliases: Aliases,
         actions: Program,
@@ -286,15 +286,15 @@ class Pipeline:
             actions,
             backward=backward,
             splits=not recomputes,
-            looked=self._to_look(module, inputs[0], backward=backward),
+            verified=self._to_verify(module, inputs[0], backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
         )
 
-    def _to_look(self, module: nn.Module, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
-        """Return what notes that such a mini-batch has been looked at; None if one was before."""
+    def _to_verify(self, module: nn.Module, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
+        """Return what notes that such a mini-batch is verified; None if one was before."""
         names = tuple([name for name, value in part.kwargs.items() if value is not None])
         key = backward, self._structure, modes_of(module), len(part.args), names
-        return None if key in self._looked_at else lambda: self._looked_at.add(key)
+        return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of the caller's to ``device``."""
@@ -311,7 +311,7 @@ class Pipeline:
         switched = any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
         return bool(self.settings.recomputed) or switched
 
-    def _verify(self, batch: MicroBatches) -> None:
+    def _verify(self, batch: SplitBatch) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
         if batch.arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
             raise ValueError(
@@ -329,7 +329,7 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _stays_whole(self, batch: MicroBatches) -> bool:
+    def _stays_whole(self, batch: SplitBatch) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled():
             return False
@@ -343,7 +343,7 @@ class Pipeline:
             self._tell(f"a call passes {how}, as {batch.splitter.unsplit(batch.arguments)}", 8)
         return generates or batch.rows == 0
 
-    def _begin(self, batch: MicroBatches, stacklevel: int) -> None:
+    def _begin(self, batch: SplitBatch, stacklevel: int) -> None:
         """Tell of a mini-batch in training that cannot be split, and of a first one with few rows."""
         if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
             return
@@ -354,10 +354,10 @@ class Pipeline:
             self._begun = True
             tell_of_few(batch.rows, self.settings.chunks, stacklevel)
 
-    def _tell(self, what: str, stacklevel: int) -> None:
-        if what not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
-            self._told.add(what)
-            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
+    def _tell(self, message: str, stacklevel: int) -> None:
+        if message not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
+            self._told.add(message)
+            warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=stacklevel)
 
     def _in_one_piece(self, module: Any, arguments: Arguments) -> Any:
         if not Columns(self.settings, self.streams).copies and self.host_memory is None:
@@ -388,9 +388,7 @@ class Pipeline:
         ):
             yield aliases
 
-    def mini_batch_for_proof(
-        self, module: nn.Module, batch: MicroBatches, finish: Finish, aliases: Aliases
-    ) -> MiniBatch:
+    def mini_batch_for_proof(self, module: nn.Module, batch: SplitBatch, finish: Finish, aliases: Aliases) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
         return self._mini_batch(

@@ -29,7 +29,7 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.inputs import Arguments, MicroBatches
+from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
@@ -64,7 +64,7 @@ class _Run(NamedTuple):
     draws: Draws
 
 
-def sample_of(settings: Settings, arguments: Arguments) -> MicroBatches:
+def sample_of(settings: Settings, arguments: Arguments) -> SplitBatch:
     """Return a mini-batch for a proof, made of the sample of one micro-batch.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all.
@@ -90,7 +90,7 @@ class Proof:
         self,
         pipeline: Pipeline,
         module: Any,
-        batch: MicroBatches,
+        batch: SplitBatch,
         target: Any = None,
         *,
         with_loss: bool = False,
@@ -98,8 +98,8 @@ class Proof:
         self._pipeline, self._module = pipeline, module
         self._settings = pipeline.settings
         with torch.inference_mode(False):
-            self._batch = batch.mapped(_kept)
-            self._target = mapped(target, _kept) if with_loss else None
+            self._batch = batch.mapped(_copy_of)
+            self._target = mapped(target, _copy_of) if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(pipeline.settings.study.epsilon)
         self._draws = False
@@ -143,7 +143,7 @@ class Proof:
                 return training, run
         return training, run
 
-    def _apart(self, batch: MicroBatches, *, backward: bool) -> _Run:
+    def _apart(self, batch: SplitBatch, *, backward: bool) -> _Run:
         """Run the plain model on each micro-batch."""
         outputs: list[Any] = []
         loss = self._loss(batch)
@@ -155,14 +155,13 @@ class Proof:
                     output = self._call(part)
                     aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
                     roots = self._roots(i, output, loss)
-                    outputs.append(mapped(output, _kept))
+                    outputs.append(mapped(output, _copy_of))
                 backward = backward and _differentiated(roots)
                 del output, roots
             changed = buffers.changed()
-            taken = dict(zip(aliases.trained, aliases.take()))
-            gradients: dict[Tensor, Tensor | None] | None = taken if backward else None
+            gradients: dict[Tensor, Tensor | None] = dict(zip(aliases.trained, aliases.take()))
         total = None if loss is None else _total(loss)
-        return _Run(outputs, total, changed, gradients, random_numbers.drawn)
+        return _Run(outputs, total, changed, gradients if backward else None, random_numbers.drawn)
 
     def _together(self) -> tuple[Any, Tensor | None]:
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
@@ -183,7 +182,7 @@ class Proof:
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
         return self._pipeline.in_one_piece(self._module, backward=True)
 
-    def _loss(self, batch: MicroBatches) -> MicroBatchLoss | None:
+    def _loss(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
         bring = self._pipeline.to(self._settings.devices[-1])
@@ -460,7 +459,7 @@ def _is_ours(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()  # The model may change it later.
 
 
