@@ -574,8 +574,8 @@ def test_turning_back_to_an_earlier_partition_is_refused() -> None:
         model(X)
 
 
-def test_errors_count_partitions_as_the_layout_does() -> None:
-    """Neighbours on one device run as one, and errors called the partition after them 1."""
+def test_errors_and_the_layout_count_partitions_also_where_some_run_as_one() -> None:
+    """Neighbours on one device run as one; errors, and what crosses, called the partition after them 1."""
 
     def forward(self: Any, x: Tensor, turn: bool = False) -> Any:
         first, *others = self.layers
@@ -588,6 +588,8 @@ def test_errors_count_partitions_as_the_layout_does() -> None:
     model: Any = pipelined(chain(forward, *layers), X[:2], chunks=2, devices=devices)
     with pytest.raises(RuntimeError, match=r"'layers\.0' belongs to partitions 0 to 1, .* modules of partition 2,"):
         model(X, turn=True)
+    model(X)
+    assert [(tensor.source, tensor.target) for tensor in model.layout.crossed] == [(1, 2)]
 
 
 # ------------------------------------------------------------------------------------------------- inputs and outputs

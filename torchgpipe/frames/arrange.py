@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings, door_of
+from torchgpipe.frames.settings import Settings, door_of, name_of
 from torchgpipe.frames.spine import Trace, spine_of
 from torchgpipe.model.values import dotted
 
@@ -76,7 +76,7 @@ def arrange(
     recomputed = doors.recomputed(checkpoint)
     return Settings(
         devices=[devices[members[0]] for members in columns],
-        names=[_name(members) for members in columns],
+        members=columns,
         labels=[_label(partitions, members) for members in columns],
         parts=[[part.name for j in members for part in partitions[j].parts] for members in columns],
         doors=doors.coarser() | recomputed,
@@ -167,13 +167,9 @@ def _columns(partitions: Sequence[PartitionLayout], *, apart: bool) -> list[list
     return columns
 
 
-def _name(members: Sequence[int]) -> str:
-    return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"
-
-
 def _label(partitions: Sequence[PartitionLayout], members: Sequence[int]) -> str:
     first, last = partitions[members[0]], partitions[members[-1]]
-    return f"{_name(members)} (modules '{first.parts[0].name}'..'{last.parts[-1].name}') on {first.device}"
+    return f"{name_of(members)} (modules '{first.parts[0].name}'..'{last.parts[-1].name}') on {first.device}"
 
 
 class _Doors:

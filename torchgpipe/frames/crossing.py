@@ -176,7 +176,8 @@ class Crossing:
                 export = self._cells[home].export(tensor)
                 alias = self._cells[column].import_(self._columns.route(home, column), export, alias)
                 if self._crossed is not None:
-                    self._crossed.append(Crossed(home, column, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+                    boundary = self._columns.members[home][-1], self._columns.members[column][0]
+                    self._crossed.append(Crossed(*boundary, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
         if alias is not tensor:
             self._brought[key] = _Brought(tensor, column, alias, versions([alias])[0])
         return alias

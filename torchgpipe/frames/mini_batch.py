@@ -70,7 +70,7 @@ class MiniBatch:
         partitions: for each column, the number of what comes and goes together: each by itself
         listener: the listener of the mini-batch, if there is one
         random_numbers: the random numbers
-        crossed: what the first micro-batch has carried from column to column
+        crossed: what the first micro-batch has carried from partition to partition
     """
 
     def __init__(
