@@ -87,7 +87,7 @@ class Trace:
         calls: all calls in the order of their starts; the first is that of the model
         output: what the model returned
         used: for each tensor that modules had before, the place of its first use by an operation
-        stored: the tensors that modules have put on themselves or changed, and operations have used
+        stored: the tensors that modules have put on themselves, and changed buffers, if operations have used them
         keeps_tensors: whether modules have put any tensors on themselves
         drawn: the generators of the model's own that it has drawn from, each time with the place
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
@@ -242,14 +242,16 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
     names = {child: name for name, child in module.named_modules()}
     probes = {child: probe(child, name) for child, name in names.items() if name and child not in within}
-    counts = {id(tensor): versions([tensor]) for _, _, tensor in _held(module)}
+    buffers = list(module.buffers())
+    counts = versions(buffers)
     with _replaced(probes), uses:
         output = run()
     calls[0].end = uses.now + 1
+    changed = {id(buffer) for buffer, a, b in zip(buffers, counts, versions(buffers)) if a != b}
     stored = [
         StoredTensor(names.get(child, ""), attribute, uses.first.get(id(tensor), last), last)
         for child, attribute, tensor in _held(module)
-        if (last := uses.last.get(id(tensor))) is not None and counts.get(id(tensor)) != versions([tensor])
+        if (last := uses.last.get(id(tensor))) is not None and (id(tensor) not in uses.before or id(tensor) in changed)
     ]
     return Trace(
         calls,
