@@ -39,11 +39,11 @@ class Glue(TorchFunctionMode):
         self.is_off = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = self._frame
+        frame, kwargs = self._frame, kwargs or {}
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
         is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
         if not frame.column or is_elsewhere or func in OF_THE_ORIGINAL:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func in DIFFERENTIATES:
             raise RuntimeError(
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
@@ -51,7 +51,7 @@ class Glue(TorchFunctionMode):
             )
         original: Any = args[0] if args else None
         args = mapped(args, self._crossing.bring_operand)
-        out = kwargs.get("out") if kwargs else None
+        out = kwargs.get("out")
         if kwargs:
             kwargs = mapped(kwargs, self._crossing.bring_operand)
             # A device that the model has remembered from an earlier column.
@@ -67,7 +67,7 @@ class Glue(TorchFunctionMode):
                 f"{tuple(original.shape)} from another partition, which it does not reach; use the form that returns "
                 "a new tensor (x = x.detach(), x.unsqueeze(1), ...), or give a balance that keeps both in one partition"
             )
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if is_brought and changes_values(func):
             self._crossing.note_change(original)
         if out is not None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.model.values import is_cache, mapped, spread, walk
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "SplitBatch",
     "Splitter",
     "arguments_of",
-    "chunk_sizes",
     "has_an_item_for_each",
     "resized",
     "split_rows",
@@ -386,8 +386,3 @@ def resized(value: Any, before: int, rows: int) -> Any:
         return _chosen(tensor, index) if _length(tensor) == before > 0 else tensor
 
     return mapped(value, choose, caches=True)
-
-
-def chunk_sizes(rows: int, chunks: int) -> list[int]:
-    """Return the sizes of the parts into which `torch.chunk` splits so many rows."""
-    return [len(part) for part in torch.empty(rows, device="meta").chunk(chunks)]

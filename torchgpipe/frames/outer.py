@@ -21,7 +21,7 @@ from torchgpipe.engine.function import Function
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
-from torchgpipe.model.values import mapped
+from torchgpipe.model.values import each, mapped
 
 __all__ = ["Exported", "Outer"]
 
@@ -45,14 +45,9 @@ class Exported:
         self._outputs[i] = output
         if self._backward:
             verify_known(output)
-            exports = self._exports[i]
-
-            def note(tensor: Tensor) -> Tensor:
-                if tensor.requires_grad and id(tensor) not in exports:
-                    exports[id(tensor)] = (tensor, export(tensor))
-                return tensor
-
-            mapped(output, note)
+            for _, tensor in each(output):
+                if tensor.requires_grad and id(tensor) not in self._exports[i]:
+                    self._exports[i][id(tensor)] = (tensor, export(tensor))
 
     def in_graph_of_caller(self, mini_batch: MiniBatch, aliases: Aliases) -> list[Any]:
         """Return the outputs with one node that stands for the mini-batch."""

@@ -322,9 +322,9 @@ class InOnePiece(TorchFunctionMode):
         return door.call_exchanged(args, kwargs, self._change)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
+            return func(*args, **kwargs)
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
         changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
         devices = [self._columns.streams.device_of(tensor) for _, tensor in each(changed)]
