@@ -592,6 +592,17 @@ def test_errors_and_the_layout_count_partitions_also_where_some_run_as_one() -> 
     assert [(tensor.source, tensor.target) for tensor in model.layout.crossed] == [(1, 2)]
 
 
+def test_a_layer_at_the_address_of_the_one_that_it_replaces() -> None:
+    """It was taken for that one, so it had no door, and the caller's graph did not lead to its parameters."""
+    model: Any = pipelined(Chain(nn.Linear(2, 2), nn.Linear(2, 2)), X[:2], chunks=2, devices=TWO)
+    for _ in range(10):
+        address = id(model.layers[1])
+        model.layers[1] = nn.Identity()
+        layers = [nn.Linear(2, 2) for _ in range(100)]
+        model.layers[1] = next((layer for layer in layers if id(layer) == address), layers[0])
+        assert None not in torch.autograd.grad(model(X).sum(), list(model.parameters()), allow_unused=True)
+
+
 # ------------------------------------------------------------------------------------------------- inputs and outputs
 
 

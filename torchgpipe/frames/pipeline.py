@@ -187,7 +187,7 @@ class Pipeline:
         children = list(module.modules())
         verify_compiled(children, settings.devices)
         self._has_hooks = any(map(has_call_hooks, children))
-        structure = tuple([(id(child), *child._parameters) for child in children])
+        structure = tuple([(weakref.ref(child), *child._parameters) for child in children])
         if structure != self._structure:
             named = dict(module.named_modules())
             self._doors = [
