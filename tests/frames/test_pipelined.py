@@ -153,7 +153,7 @@ def test_methods_beside_forward_run_from_device_to_device(verify: bool) -> None:
     assert torch.equal(output.cpu(), plain(X))
     leaf = torch.ones(2, requires_grad=True, device="late:0")
     leaf.grad = torch.ones_like(leaf)
-    with model._runs().in_one_piece(model, backward=False):
+    with model._runs().in_one_piece(backward=False):
         model.layers[2](X.to("late:2"))
         assert leaf.grad is not None
 
@@ -601,6 +601,18 @@ def test_a_layer_at_the_address_of_the_one_that_it_replaces() -> None:
         layers = [nn.Linear(2, 2) for _ in range(100)]
         model.layers[1] = next((layer for layer in layers if id(layer) == address), layers[0])
         assert None not in torch.autograd.grad(model(X).sum(), list(model.parameters()), allow_unused=True)
+
+
+def test_a_shallow_copy_runs_by_itself() -> None:
+    """It has got the attributes of the model, also the one with what runs that."""
+    model = chain(lambda self, x: Chain.forward(self, x) * self.scale, nn.Linear(2, 2), nn.Linear(2, 2))
+    model.scale = 1
+    pipelined(model, X[:2], chunks=2, devices=TWO)
+    copied = copy.copy(model)
+    copied.scale = 2
+    expected = 2 * model(X)
+    del model
+    assert torch.equal(copied(X), expected)
 
 
 # ------------------------------------------------------------------------------------------------- inputs and outputs

@@ -214,7 +214,7 @@ def _pipelined(
     _tell_trainers(module, settings)
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
-    cast(Any, module)._runs().prepare(module)  # Methods beside forward have doors from now on.
+    cast(Any, module)._runs().prepare()  # Methods beside forward have doors from now on.
     if verify is not False and not settings.study.on_meta:
         try:
             _prove(module, arguments)
@@ -239,7 +239,7 @@ def _prove(module: Any, sample: Arguments) -> None:
         ValueError: the two differ.
     """
     runs = module._runs()
-    proof = Proof(runs, module, sample_of(runs.settings, sample))
+    proof = Proof(runs, sample_of(runs.settings, sample))
     comparison = proof.run()
     if comparison.faults:
         raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
@@ -362,7 +362,7 @@ class _Pipelined(nn.Module):
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *args, **kwargs)
-        return self._runs().forward(self, args, kwargs)
+        return self._runs().forward(args, kwargs)
 
     @property
     def _pipeline_devices(self) -> list[torch.device]:
@@ -382,7 +382,7 @@ class _Pipelined(nn.Module):
         """
         runs = self._runs()
         try:
-            return runs.step(self, args, target, kwargs)
+            return runs.step(args, target, kwargs)
         except TypeError as error:
             if (
                 target is None
@@ -411,7 +411,7 @@ class _Pipelined(nn.Module):
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         with_loss = target is not None and runs.settings.loss_fn is not None
-        return Proof(runs, self, batch, target, with_loss=with_loss).run()
+        return Proof(runs, batch, target, with_loss=with_loss).run()
 
     @property
     def _torchgpipe_forward(self) -> Callable[..., Any]:
@@ -419,10 +419,10 @@ class _Pipelined(nn.Module):
         return functools.partial(_plain(self).forward, self)
 
     def _runs(self) -> Pipeline:
-        """Return what runs this module, and make it if there is none, as for a copy."""
+        """Return what runs this module, and make it if there is none, as for a copy; a shallow one has another's."""
         runs: Pipeline | None = vars(self).get(_RUNS)
-        if runs is None:
-            runs = vars(self)[_RUNS] = Pipeline(_settings_of(self))
+        if runs is None or runs.module is not self:
+            runs = vars(self)[_RUNS] = Pipeline(self, _settings_of(self))
         return runs
 
     @property

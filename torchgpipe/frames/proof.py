@@ -80,7 +80,6 @@ class Proof:
 
     Args:
         pipeline: what runs the pipelined model
-        module: the model
         batch: the mini-batch
         target: the target of the loss function
         with_loss: whether to compute the loss function of a step
@@ -89,13 +88,12 @@ class Proof:
     def __init__(
         self,
         pipeline: Pipeline,
-        module: Any,
         batch: SplitBatch,
         target: Any = None,
         *,
         with_loss: bool = False,
     ) -> None:
-        self._pipeline, self._module = pipeline, module
+        self._pipeline, self._module = pipeline, pipeline.module
         self._settings = pipeline.settings
         with torch.inference_mode(False):
             self._batch = batch.mapped(_copy_of)
@@ -180,7 +178,7 @@ class Proof:
         return self._module._torchgpipe_forward(*args, **kwargs)
 
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
-        return self._pipeline.in_one_piece(self._module, backward=True)
+        return self._pipeline.in_one_piece(backward=True)
 
     def _loss(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
@@ -203,16 +201,16 @@ class Proof:
         if len(sizes) == 1:
             return
         # A layer that changes its buffers, as a spectral norm does, may compute with them.
-        self._draws = apart.draws.cpu or apart.draws.device or bool(generators_in(self._module.modules()))
-        couples = self._draws or bool(apart.buffers)
-        couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
+        self._draws = any(apart.draws) or bool(generators_in(self._module.modules()))
+        norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
+        couples = self._draws or bool(apart.buffers or norms)
         training = training and not couples
         with in_mode(self._module, training):
             # With a graph, as rows together: without one, nn.TransformerEncoder computes padded positions otherwise.
             run = self._apart(self._batch, backward=False) if couples else apart
             outputs, loss = run.outputs, run.loss
             # A model that draws in evaluation, too, draws other numbers for all rows at once.
-            draws = run.draws.cpu or run.draws.device
+            draws = any(run.draws)
             try:
                 whole, whole_loss = self._together()
             except Exception as error:
@@ -257,11 +255,11 @@ class Proof:
 
         with (
             untouched(self._module, self._settings.devices),
-            pipeline.aliased(self._module, backward=True, watches=True) as aliases,
+            pipeline.aliased(backward=True, watches=True) as aliases,
         ):
             buffers = Buffers(self._module)
             try:
-                mini_batch = pipeline.mini_batch_for_proof(self._module, self._batch, finish, aliases)
+                mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases)
                 mini_batch.run_columns_forward()
             except Exception as error:
                 if _is_ours(error):
