@@ -169,7 +169,7 @@ class Crossing:
             home = frame.home(node)
         if home == column or (records and not self._cells):
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
-            alias = self._on_this_device(tensor) if self._copies else tensor
+            alias = self._on_this_device(tensor)
         else:
             alias = self._copied(tensor.detach(), home)
             if records:
@@ -206,9 +206,11 @@ class Crossing:
         if alias is not None:
             return alias
         # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
-        return self._on_this_device(tensor) if self._copies else tensor
+        return self._on_this_device(tensor)
 
     def _on_this_device(self, tensor: Tensor) -> Tensor:
+        if not self._copies:
+            return tensor
         columns, column = self._columns, self._frame.column
         device = columns.streams.device_of(tensor)
         if device is None or not columns.streams.moves(device, columns.devices[column]):

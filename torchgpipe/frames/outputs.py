@@ -103,9 +103,7 @@ class _Joiner:
 
     def join(self, values: list[Any], path: str) -> Any:
         first = values[0]
-        if isinstance(first, Tensor):
-            if not all([isinstance(value, Tensor) for value in values]):
-                raise _differs(path, [type(value).__name__ for value in values])
+        if all([isinstance(value, Tensor) for value in values]):
             key = tuple(map(id, values))
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
@@ -130,8 +128,9 @@ class _Joiner:
         if is_cache(first):
             return _lazily_joined(values, self._sizes)
         path = path or "value"
-        if self._kinds.get(path) == "counts" or not all([_is_known_equal(value, first) for value in values]):
-            depends = "depends on the rows" if self._kinds.get(path) == "counts" else "differs between micro-batches"
+        counts = self._kinds.get(path) == "counts"
+        if counts or not all([_is_known_equal(value, first) for value in values]):
+            depends = "depends on the rows" if counts else "differs between micro-batches"
             raise TypeError(
                 f"the output '{path}' is {type(first).__name__}, which {depends} and cannot be joined; return a tensor "
                 "with a value for each row, or use model.step, whose loss_fn gets the output of each micro-batch"
