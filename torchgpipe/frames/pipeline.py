@@ -92,18 +92,18 @@ class Pipeline:
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         if self._stays_whole(batch):
-            return self._in_one_piece(batch.arguments)
+            return self._run_in_one_piece(batch.arguments)
         self._begin(batch, 7)  # the caller of the model
         backward = torch.is_grad_enabled()
         scalars = mean_or_sum(settings, batch)
-        exported = Exported(len(batch.sizes), backward=backward)
+        exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
         with self.aliased(backward=backward) as aliases:
             mini_batch = self._mini_batch(batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.arguments))
         self._end(mini_batch, batch.rows)
-        outputs = exported.in_graph_of_caller(mini_batch, aliases)
+        outputs = exported.in_graph_of_caller(mini_batch)
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], scalars)
 
     def step(self, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
@@ -115,9 +115,9 @@ class Pipeline:
         backward = torch.is_grad_enabled()
         loss = MicroBatchLoss(settings, batch, target, self.to(settings.devices[-1]), training=self.module.training)
 
-        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
             value, weight = loss.of(i, output)
-            if backward:
+            if export is not None:
                 if not value.requires_grad:
                     raise RuntimeError(
                         "the loss does not require grad, so there is nothing to train; does the output depend on a "
@@ -361,7 +361,7 @@ class Pipeline:
             self._told.add(message)
             warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=stacklevel)
 
-    def _in_one_piece(self, arguments: Arguments) -> Any:
+    def _run_in_one_piece(self, arguments: Arguments) -> Any:
         if not Columns(self.settings, self.streams).copies and self.host_memory is None:
             return self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:

@@ -248,7 +248,8 @@ class Proof:
         loss = self._loss(self._batch)
         outputs: dict[int, Any] = {}
 
-        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
+            assert export is not None
             for tensor, grad in self._roots(i, output, loss):
                 export(tensor).add(grad)
             outputs[i] = mapped(output, Tensor.detach)
