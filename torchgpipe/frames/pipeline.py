@@ -337,12 +337,13 @@ class Pipeline:
             return False
         args, kwargs = batch.arguments
         generates = kwargs.get("use_cache") is True or any(map(is_cache, (*args, *kwargs.values())))
-        how = "the partitions in one piece, without a speed-up"
-        how += ", and all weights come from host memory each time" * (self.host_memory is not None)
+        cost = "without a speed-up"
+        cost += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            self._tell(f"calls with a cache, as in generate(), pass {how}", 8)
+            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {cost}", 8)
         elif batch.rows == 0:
-            self._tell(f"a call passes {how}, as {batch.splitter.unsplit(batch.arguments)}", 8)
+            why = batch.splitter.unsplit(batch.arguments)
+            self._tell(f"a call passes the partitions in one piece, {cost}, as {why}", 8)
         return generates or batch.rows == 0
 
     def _begin(self, batch: SplitBatch, stacklevel: int) -> None:
