@@ -153,7 +153,7 @@ def test_methods_beside_forward_run_from_device_to_device(verify: bool) -> None:
     assert torch.equal(output.cpu(), plain(X))
     leaf = torch.ones(2, requires_grad=True, device="late:0")
     leaf.grad = torch.ones_like(leaf)
-    with model._runs().in_one_piece(model, backward=False):
+    with model._runs().in_one_piece(backward=False):
         model.layers[2](X.to("late:2"))
         assert leaf.grad is not None
 
@@ -574,8 +574,8 @@ def test_turning_back_to_an_earlier_partition_is_refused() -> None:
         model(X)
 
 
-def test_errors_count_partitions_as_the_layout_does() -> None:
-    """Neighbours on one device run as one, and errors called the partition after them 1."""
+def test_errors_and_the_layout_count_partitions_also_where_some_run_as_one() -> None:
+    """Neighbours on one device run as one; errors, and what crosses, called the partition after them 1."""
 
     def forward(self: Any, x: Tensor, turn: bool = False) -> Any:
         first, *others = self.layers
@@ -588,6 +588,31 @@ def test_errors_count_partitions_as_the_layout_does() -> None:
     model: Any = pipelined(chain(forward, *layers), X[:2], chunks=2, devices=devices)
     with pytest.raises(RuntimeError, match=r"'layers\.0' belongs to partitions 0 to 1, .* modules of partition 2,"):
         model(X, turn=True)
+    model(X)
+    assert [(tensor.source, tensor.target) for tensor in model.layout.crossed] == [(1, 2)]
+
+
+def test_a_layer_at_the_address_of_the_one_that_it_replaces() -> None:
+    """It was taken for that one, so it had no door, and the caller's graph did not lead to its parameters."""
+    model: Any = pipelined(Chain(nn.Linear(2, 2), nn.Linear(2, 2)), X[:2], chunks=2, devices=TWO)
+    for _ in range(10):
+        address = id(model.layers[1])
+        model.layers[1] = nn.Identity()
+        layers = [nn.Linear(2, 2) for _ in range(100)]
+        model.layers[1] = next((layer for layer in layers if id(layer) == address), layers[0])
+        assert None not in torch.autograd.grad(model(X).sum(), list(model.parameters()), allow_unused=True)
+
+
+def test_a_shallow_copy_runs_by_itself() -> None:
+    """It has got the attributes of the model, also the one with what runs that."""
+    model = chain(lambda self, x: Chain.forward(self, x) * self.scale, nn.Linear(2, 2), nn.Linear(2, 2))
+    model.scale = 1
+    pipelined(model, X[:2], chunks=2, devices=TWO)
+    copied = copy.copy(model)
+    copied.scale = 2
+    expected = 2 * model(X)
+    del model
+    assert torch.equal(copied(X), expected)
 
 
 # ------------------------------------------------------------------------------------------------- inputs and outputs

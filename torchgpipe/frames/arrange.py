@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings, door_of
+from torchgpipe.frames.settings import Settings, door_of, name_of
 from torchgpipe.frames.spine import Trace, spine_of
 from torchgpipe.model.values import dotted
 
@@ -33,7 +33,7 @@ def arrange(
     no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
     apart: bool = False,
-    found: Study | None = None,
+    studied: Study | None = None,
     **settings: Any,
 ) -> Settings:
     """Return the settings of a module.
@@ -47,16 +47,16 @@ def arrange(
         no_chunk: as for `pipelined`
         checkpoint: as for `pipelined`
         apart: whether every partition is a column of its own; otherwise neighbours on one device are one column
-        found: what the sample has shown before; without it the sample runs, which a module on several devices cannot
+        studied: what the sample has shown before; without it the sample runs, which a module on several devices cannot
         **settings: the other settings
 
     Raises:
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
     begins = list(balance) if isinstance(balance, Mapping) else []
-    shown = found or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
-    traces = shown.traces
-    if shown.on_meta and balance == "time":
+    studied = studied or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
+    traces = studied.traces
+    if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
     spine = spine_of(module, traces[0], len(devices), begins)
     if not fixed:
@@ -71,18 +71,18 @@ def arrange(
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)
     doors = _Doors(module, traces[0], partitions, columns)
-    doors.verify_kept()
+    doors.verify_stored()
     doors.verify_drawn()
     recomputed = doors.recomputed(checkpoint)
     return Settings(
         devices=[devices[members[0]] for members in columns],
-        names=[_name(members) for members in columns],
+        members=columns,
         labels=[_label(partitions, members) for members in columns],
         parts=[[part.name for j in members for part in partitions[j].parts] for members in columns],
         doors=doors.coarser() | recomputed,
         homes=doors.homes(),
         recomputed={*recomputed},
-        study=replace(shown, traces=[]),
+        study=replace(studied, traces=[]),
         layout=Layout(partitions, _tied(module)),
         **settings,
     )
@@ -167,13 +167,9 @@ def _columns(partitions: Sequence[PartitionLayout], *, apart: bool) -> list[list
     return columns
 
 
-def _name(members: Sequence[int]) -> str:
-    return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"
-
-
 def _label(partitions: Sequence[PartitionLayout], members: Sequence[int]) -> str:
     first, last = partitions[members[0]], partitions[members[-1]]
-    return f"{_name(members)} (modules '{first.parts[0].name}'..'{last.parts[-1].name}') on {first.device}"
+    return f"{name_of(members)} (modules '{first.parts[0].name}'..'{last.parts[-1].name}') on {first.device}"
 
 
 class _Doors:
@@ -219,14 +215,14 @@ class _Doors:
             if tensor is not None
         }
 
-    def verify_kept(self) -> None:
+    def verify_stored(self) -> None:
         """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
-        for kept in self._traced.kept:
-            (first, _), (last, user) = self._place_at(kept.first), self._place_at(kept.last)
+        for stored in self._traced.stored:
+            (first, _), (last, user) = self._place_at(stored.first), self._place_at(stored.last)
             if last > first:
-                where = f"'{kept.module}'" if kept.module else "the model"
+                where = f"'{stored.module}'" if stored.module else "the model"
                 raise ValueError(
-                    f"{where} keeps the tensor '{kept.attribute}' on itself, and partition {user} uses it, where it "
+                    f"{where} keeps the tensor '{stored.attribute}' on itself, and partition {user} uses it, where it "
                     "may be that of another micro-batch; return it, or give a balance that keeps it and its user "
                     "together"
                 )

@@ -14,7 +14,7 @@ from torchgpipe.engine.copy import Route
 from torchgpipe.engine.record import Listener
 from torchgpipe.frames.door import Owner
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.settings import Settings, name_of
 
 __all__ = ["Columns", "Shared", "copier"]
 
@@ -29,6 +29,7 @@ class Columns:
 
     Attributes:
         devices: the device of each column
+        members: the numbers of the partitions of each column
         names: names each column by the numbers of its partitions, for errors
         labels: names each column with its modules and its device, for errors
         streams: the source of streams
@@ -37,7 +38,8 @@ class Columns:
     """
 
     def __init__(self, settings: Settings, streams: Streams, listener: Listener | None = None) -> None:
-        self.devices, self.names, self.labels = settings.devices, settings.names, settings.labels
+        self.devices, self.members, self.labels = settings.devices, settings.members, settings.labels
+        self.names = list(map(name_of, settings.members))
         self.streams = streams
         self.listener = listener
         self.computing: list[Stream] = [streams.current(device) for device in self.devices]
@@ -82,7 +84,7 @@ class Shared(NamedTuple):
         aliases: the aliases of the model's parameters
         buffers: the ids of the model's buffers
         owner: the identity of the pipeline
-        crossed: what the first micro-batch has carried from column to column
+        crossed: what the first micro-batch has carried from partition to partition
     """
 
     columns: Columns

@@ -54,17 +54,17 @@ class Crossing:
         self._columns = shared.columns
         self._aliases = shared.aliases
         self._buffers = shared.buffers
-        self._noted = None if frame.i else shared.crossed
+        self._crossed = None if frame.i else shared.crossed
         #: By address, the tensors whose imports were changed in place.
         self._changed: dict[int, _Brought] = {}
         #: By the id of a tensor, and whether a graph was recorded.
         self._brought: dict[tuple[int, bool], _Brought] = {}
-        self._moves = shared.columns.copies
+        self._copies = shared.columns.copies
 
     @property
     def is_needed(self) -> bool:
         """Whether any tensor can need an import or a copy; without both, the model may run as if alone."""
-        return bool(self._cells) or self._moves or self._aliases.host_memory is not None
+        return bool(self._cells) or self._copies or self._aliases.host_memory is not None
 
     def note_changes(self) -> None:
         """Note the imports and copies that a module of this column has changed in place."""
@@ -128,7 +128,7 @@ class Crossing:
                 again with ``tensor`` on the other device.
         """
         alias = self.bring(tensor)
-        if self._moves and alias is not tensor and is_checkpointed():
+        if self._copies and alias is not tensor and is_checkpointed():
             device_of = self._columns.streams.device_of
             source, device = device_of(tensor), device_of(alias)
             if source is not None and device is not None and self._columns.streams.moves(source, device):
@@ -154,7 +154,7 @@ class Crossing:
         column, records = frame.column, tensor.requires_grad and torch.is_grad_enabled()
         key = (id(tensor), records)
         brought = self._brought.get(key)
-        if records and self._moves:
+        if records and self._copies:
             self._refuse_changed_copy(tensor)
         if brought is not None:
             if brought.is_changed:
@@ -169,14 +169,15 @@ class Crossing:
             home = frame.home(node)
         if home == column or (records and not self._cells):
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
-            alias = self._on_this_device(tensor) if self._moves else tensor
+            alias = self._on_this_device(tensor)
         else:
             alias = self._copied(tensor.detach(), home)
             if records:
                 export = self._cells[home].export(tensor)
                 alias = self._cells[column].import_(self._columns.route(home, column), export, alias)
-                if self._noted is not None:
-                    self._noted.append(Crossed(home, column, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+                if self._crossed is not None:
+                    boundary = self._columns.members[home][-1], self._columns.members[column][0]
+                    self._crossed.append(Crossed(*boundary, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
         if alias is not tensor:
             self._brought[key] = _Brought(tensor, column, alias, versions([alias])[0])
         return alias
@@ -205,9 +206,11 @@ class Crossing:
         if alias is not None:
             return alias
         # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
-        return self._on_this_device(tensor) if self._moves else tensor
+        return self._on_this_device(tensor)
 
     def _on_this_device(self, tensor: Tensor) -> Tensor:
+        if not self._copies:
+            return tensor
         columns, column = self._columns, self._frame.column
         device = columns.streams.device_of(tensor)
         if device is None or not columns.streams.moves(device, columns.devices[column]):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +49,9 @@ class Outside(Protocol):
         """Call the module behind ``door`` outside of any run of the pipeline."""
 
 
-class Owner:
-    """The identity of a pipeline, for what its model holds.
-
-    Args:
-        pipeline: the pipeline, kept weakly, as its loss function may hold the model: a cycle would keep a model alive
-            that nobody has any more
-    """
-
-    def __init__(self, pipeline: Outside) -> None:
-        self.pipeline = weakref.ref(pipeline)
+#: The identity of a pipeline, for what its model holds: weakly, as its loss function may hold the model, and a cycle
+#: would keep a model alive that nobody has any more.
+Owner: TypeAlias = weakref.ref[Outside]
 
 
 class _ThisThread(threading.local):
@@ -108,7 +101,7 @@ class Door:
         visitor = this_thread.visitor
         if visitor is not None and visitor.owner is self.owner:
             return visitor.visit(self, args, kwargs)
-        pipeline = None if torch.compiler.is_compiling() else self.owner.pipeline()
+        pipeline = None if torch.compiler.is_compiling() else self.owner()
         return self.call_module(args, kwargs) if pipeline is None else pipeline.call_outside(self, args, kwargs)
 
     def get_compiler_config(self) -> Any:

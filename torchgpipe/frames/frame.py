@@ -48,7 +48,6 @@ class Frame:
         i: the micro-batch
         column: the column whose turn it is
         module: the name of the module of the spine that was called last, for errors; '' before the first call
-        finished: whether the model's forward has returned
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Frame:
         self.i = i
         self.column = 0
         self.module = ""
-        self.finished = False
+        self._finished = False
         self._run = run
         self._ambient = ambient
         self._wanted = 0
@@ -87,7 +86,7 @@ class Frame:
         Raises:
             BaseException: what the model has raised.
         """
-        if self.finished or self._wanted > j:
+        if self._finished or self._wanted > j:
             return  # The frame passes this column by.
         if self._threads is None:
             self._ambient.run(self._go)
@@ -170,7 +169,7 @@ class Frame:
             except BaseException as error:
                 self._error = error
             finally:
-                self.finished = True
+                self._finished = True
                 leave()
                 self._pause.put(None)
 
@@ -183,4 +182,4 @@ class Frame:
             failed = False
         finally:
             self._end_work(failed=failed)
-            self.finished = True
+            self._finished = True

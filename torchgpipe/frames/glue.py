@@ -39,18 +39,19 @@ class Glue(TorchFunctionMode):
         self.is_off = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = self._frame
+        frame, kwargs = self._frame, kwargs or {}
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
-        is_else = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
-        if not frame.column or is_else or func in OF_THE_ORIGINAL:
-            return func(*args, **(kwargs or {}))
+        is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
+        if not frame.column or is_elsewhere or func in OF_THE_ORIGINAL:
+            return func(*args, **kwargs)
         if func in DIFFERENTIATES:
             raise RuntimeError(
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
                 "cut; give a balance that keeps what it differentiates in one partition"
             )
-        before, args = args, mapped(args, self._crossing.bring_operand)
-        out = kwargs.get("out") if kwargs else None
+        original: Any = args[0] if args else None
+        args = mapped(args, self._crossing.bring_operand)
+        out = kwargs.get("out")
         if kwargs:
             kwargs = mapped(kwargs, self._crossing.bring_operand)
             # A device that the model has remembered from an earlier column.
@@ -58,17 +59,17 @@ class Glue(TorchFunctionMode):
                 kwargs = {**kwargs, "device": self._devices[frame.column]}
         if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
             args = (args[0], self._devices[frame.column], *args[2:])
-        is_changed = bool(before) and isinstance(before[0], Tensor) and before[0] is not args[0]
-        if is_changed and changes_shape(func):
+        is_brought = isinstance(original, Tensor) and original is not args[0]
+        if is_brought and changes_shape(func):
             where = self._columns.names[frame.column]
             raise RuntimeError(
                 f"the model calls '{getattr(func, '__name__', func)}' in {where} on a tensor of shape "
-                f"{tuple(before[0].shape)} from another partition, which it does not reach; use the form that returns "
+                f"{tuple(original.shape)} from another partition, which it does not reach; use the form that returns "
                 "a new tensor (x = x.detach(), x.unsqueeze(1), ...), or give a balance that keeps both in one partition"
             )
-        result = func(*args, **(kwargs or {}))
-        if is_changed and changes_values(func):
-            self._crossing.note_change(before[0])
+        result = func(*args, **kwargs)
+        if is_brought and changes_values(func):
+            self._crossing.note_change(original)
         if out is not None:
             for _, tensor in each(out):
                 self._crossing.note_change(tensor)

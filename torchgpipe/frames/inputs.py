@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.model.values import is_cache, mapped, spread, walk
 
 __all__ = [
     "Arguments",
-    "MicroBatches",
+    "SplitBatch",
     "Splitter",
     "arguments_of",
-    "chunk_sizes",
     "has_an_item_for_each",
     "resized",
     "split_rows",
@@ -157,10 +157,10 @@ class Splitter:
         unknown = [_length(value) for path, value in parts if path not in self._split and _length(value)]
         return max(split) if split else next(iter(unknown), 0)
 
-    def micro_batches(self, arguments: Arguments, chunks: int) -> MicroBatches:
+    def micro_batches(self, arguments: Arguments, chunks: int) -> SplitBatch:
         """Return a mini-batch in so many micro-batches, if it has the rows; in one if there is nothing to split."""
         rows = self.rows_of(arguments)
-        return MicroBatches(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
+        return SplitBatch(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
 
     def split(self, arguments: Arguments, sizes: list[int]) -> list[Arguments]:
         """Return the arguments of each micro-batch.
@@ -254,7 +254,7 @@ class Splitter:
 
 
 @dataclass(eq=False)
-class MicroBatches:
+class SplitBatch:
     """A mini-batch, and the micro-batches that it is split into.
 
     Attributes:
@@ -280,11 +280,11 @@ class MicroBatches:
         return [self.splitter.names(part) for part in self.parts]
 
     @property
-    def whole(self) -> MicroBatches:
+    def whole(self) -> SplitBatch:
         """The same mini-batch as one micro-batch."""
         return replace(self, rows=0, sizes=[sum(self.sizes)])
 
-    def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> MicroBatches:
+    def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> SplitBatch:
         """Return the mini-batch with changed arguments; see `Arguments.mapped`."""
         arguments = self.arguments.mapped(change, caches=caches)
         return self if arguments is self.arguments else replace(self, arguments=arguments)
@@ -386,8 +386,3 @@ def resized(value: Any, before: int, rows: int) -> Any:
         return _chosen(tensor, index) if _length(tensor) == before > 0 else tensor
 
     return mapped(value, choose, caches=True)
-
-
-def chunk_sizes(rows: int, chunks: int) -> list[int]:
-    """Return the sizes of the parts into which `torch.chunk` splits so many rows."""
-    return [len(part) for part in torch.empty(rows, device="meta").chunk(chunks)]

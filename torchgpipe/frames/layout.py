@@ -57,11 +57,11 @@ def _from_to(first: str, last: str) -> str:
 
 @dataclass(frozen=True)
 class Crossed:
-    """A tensor that has crossed from one column to another.
+    """A tensor that has crossed from one partition to another; of those that run as one, the next ones are told.
 
     Attributes:
-        source: the column that it comes from
-        target: the column that uses it
+        source: the partition that it comes from
+        target: the partition that uses it
         shape: its shape
         dtype: its type
         size: its bytes
@@ -81,8 +81,8 @@ class Layout:
     Attributes:
         partitions: the partitions
         tied: for each parameter that has several names, its names
-        crossed: what the first micro-batch has carried from column to column, each with a gradient to come back; empty
-            until a mini-batch has run
+        crossed: what the first micro-batch has carried from partition to partition, each with a gradient to come back;
+            empty until a mini-batch has run
     """
 
     partitions: list[PartitionLayout]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.inputs import MicroBatches, has_an_item_for_each, split_rows
+from torchgpipe.frames.inputs import SplitBatch, has_an_item_for_each, split_rows
 from torchgpipe.frames.outputs import JoinScalar, are_equal, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import Losses, counted, loss_weights, nothing, numbers
@@ -24,7 +24,7 @@ from torchgpipe.model.values import each, mapped, spread
 __all__ = ["MicroBatchLoss", "mean_or_sum"]
 
 
-def _weights(settings: Settings, batch: MicroBatches) -> list[float]:
+def _weights(settings: Settings, batch: SplitBatch) -> list[float]:
     """Return the weights of micro-batches in a mean of what the model itself returns."""
     if settings.weight is not None and settings.loss_fn is None:
         return numbers([settings.weight(part) for part in batch.named])
@@ -35,13 +35,13 @@ def _weights(settings: Settings, batch: MicroBatches) -> list[float]:
     )
 
 
-def _adds_up(settings: Settings, batch: MicroBatches) -> bool:
+def _adds_up(settings: Settings, batch: SplitBatch) -> bool:
     if settings.reduce is not None:
         return settings.reduce == "sum"
     return settings.study.takes_items and batch.named[0].get("num_items_in_batch") is not None
 
 
-def mean_or_sum(settings: Settings, batch: MicroBatches) -> JoinScalar:
+def mean_or_sum(settings: Settings, batch: SplitBatch) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
     adds_up = _adds_up(settings, batch)
     weighs_itself = settings.weight is not None and settings.loss_fn is None  # It may want labels that are not there.
@@ -80,7 +80,7 @@ class MicroBatchLoss(Losses):
     def __init__(
         self,
         settings: Settings,
-        batch: MicroBatches,
+        batch: SplitBatch,
         target: Any,
         bring: Callable[[Tensor], Tensor],
         *,

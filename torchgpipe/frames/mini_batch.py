@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
+from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.engine.copy import Route
@@ -31,6 +31,7 @@ from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.inputs import Arguments
+from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.model.values import each
@@ -44,8 +45,9 @@ __all__ = ["Finish", "MiniBatch"]
 #: The frames that may be under way beside those that a program needs, as workers are never equally fast.
 SPARE = 1
 
-#: Takes a micro-batch's number, the output of the model, and a function that exports a tensor to the caller.
-Finish = Callable[[int, Any, Callable[[Tensor], Export]], None]
+#: Takes a micro-batch's number, the output of the model, and a function that exports a tensor to the caller; None if no
+#: backward follows.
+Finish = Callable[[int, Any, Callable[[Tensor], Export] | None], None]
 
 
 class MiniBatch:
@@ -61,16 +63,17 @@ class MiniBatch:
         program: the actions of each device
         backward: whether backward follows
         splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
-        looked: called when all actions have been looked at for operations that the pipeline has not seen, and for
-            changes of weights that live in host memory; None if there is no need to look
+        verified: called when all actions were verified to have no operation that the pipeline has not seen, and no
+            change of weights that live in host memory; None if there is no need
         facts: what a note about memory is made from
 
     Attributes:
+        aliases: the aliases of the model's parameters
         watches: whether to look at each operation on weights that live in host memory
         partitions: for each column, the number of what comes and goes together: each by itself
         listener: the listener of the mini-batch, if there is one
         random_numbers: the random numbers
-        crossed: what the first micro-batch has carried from column to column
+        crossed: what the first micro-batch has carried from partition to partition
     """
 
     def __init__(
@@ -85,17 +88,17 @@ class MiniBatch:
         *,
         backward: bool,
         splits: bool,
-        looked: Callable[[], None] | None,
+        verified: Callable[[], None] | None,
         facts: MiniBatchFacts,
     ) -> None:
         columns = self._columns = shared.columns
-        self._shared, self._aliases, self.crossed = shared, shared.aliases, shared.crossed
+        self._shared, self.aliases, self.crossed = shared, shared.aliases, shared.crossed
         self._m, self._n = len(inputs), len(columns.devices)
         self.partitions = range(self._n)
         self.listener, self.streams = columns.listener, columns.computing
         self.random_numbers = random_numbers
-        self.watches = looked is not None and self._aliases.host_memory is not None
-        self._looked = looked or (lambda: None)
+        self.watches = verified is not None and self.aliases.host_memory is not None
+        self._verified = verified or (lambda: None)
         self._facts = facts
         self._model = model
         self._forward: Callable[..., Any] | None = forward
@@ -103,7 +106,7 @@ class MiniBatch:
         self._finish: Finish | None = finish
         self._ambient = Ambient()
         self._cells = [
-            [FrameCell(i, j, columns, verifies=looked is not None, splits=splits) for j in range(self._n)]
+            [FrameCell(i, j, columns, verifies=verified is not None, splits=splits) for j in range(self._n)]
             for i in range(self._m if backward else 0)
         ]
         #: The tensors among the caller's arguments, with their versions.
@@ -117,7 +120,7 @@ class MiniBatch:
     # ------------------------------------------------------------------------------------------------- the program
 
     def _executor(self) -> Executor:
-        return Executor(self, self._aliases, self._ambient, self._facts)
+        return Executor(self, self.aliases, self._ambient, self._facts)
 
     def run(self) -> None:
         """Run the whole program.
@@ -127,7 +130,7 @@ class MiniBatch:
         """
         try:
             self._executor().run(self._agenda, self._ambient)
-            self._looked()
+            self._verified()
         finally:
             self._drop()
 
@@ -136,7 +139,7 @@ class MiniBatch:
         try:
             self._executor().run(_only(self._agenda, "F"), self._ambient)
             if not self._cells:
-                self._looked()
+                self._verified()
         finally:
             self._drop()
 
@@ -149,13 +152,13 @@ class MiniBatch:
 
     def run_columns_backward(self, after: Callable[[int], None], *, split: bool) -> None:
         """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
-        with self._aliases.installed():
+        with self.aliases.installed():
             executor = self._executor()
             kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
             for j in reversed(range(self._n)):
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
-        self._looked()
+        self._verified()
 
     def cancel(self) -> None:
         """See `Front.cancel`."""
@@ -184,12 +187,12 @@ class MiniBatch:
                     f"an input of shape {tuple(tensor.shape)} of a pipelined model was changed in place after forward, "
                     "so backward would compute with other values; change a copy, or call backward() before"
                 )
-        if self._aliases.host_memory is not None:
+        if self.aliases.host_memory is not None:
             for j in range(self._n):
-                self._aliases.verify_unchanged(j)
-        with self._aliases.installed(), self.random_numbers.callers_generator.kept():
+                self.aliases.verify_unchanged(j)
+        with self.aliases.installed(), self.random_numbers.callers_generator.kept():
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
-        self._looked()
+        self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
         for computing in self._columns.computing:
             self._columns.streams.current(computing.device).wait(computing.mark())
@@ -242,9 +245,9 @@ class MiniBatch:
         assert taken is not None
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
         del taken  # The model alone holds its arguments.
-        rests = self._aliases.resting is not None
-        callers = {storage_key(tensor) for _, tensor in each(tuple(arguments[0]))} if rests else set()
-        traveller = Traveller(frame, cells, self._shared, callers)
+        resting = self.aliases.resting
+        rest = None if resting is None else FrameRest(frame, resting, self.streams, tuple(arguments[0]))
+        traveller = Traveller(frame, cells, self._shared, rest)
 
         def model() -> Any:
             assert self._forward is not None
@@ -253,13 +256,13 @@ class MiniBatch:
 
         def finish(output: Any) -> None:
             assert self._finish is not None
-            if self._aliases.host_memory is not None:
+            if self.aliases.host_memory is not None:
                 where = f"micro-batch {i} of the model"
-                self._aliases.verify_returned([tensor for _, tensor in each(output)], where)
-            self._finish(i, traveller.bring(output), cells[-1].export if cells else _no_export)
+                self.aliases.verify_returned([tensor for _, tensor in each(output)], where)
+            self._finish(i, traveller.bring(output), cells[-1].export if cells else None)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
-        with watch(self._aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
+        with watch(self.aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
             traveller.run(model, finish)
         for j, cell in enumerate(cells):
             cell.span = frame.span(j)
@@ -313,10 +316,6 @@ def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
         if kind == "F" and j == n - 1:
             ended.append(number)
     return agenda._replace(needs=needs)
-
-
-def _no_export(tensor: Tensor) -> Export:
-    raise AssertionError("there is no backward")
 
 
 def _only(agenda: Agenda, kinds: str) -> Agenda:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import has_gradient_hooks, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.function import Function
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
-from torchgpipe.model.values import mapped
+from torchgpipe.model.values import each, mapped
 
 __all__ = ["Exported", "Outer"]
 
@@ -31,38 +30,31 @@ class Exported:
 
     Args:
         m: the number of micro-batches
-        backward: whether backward follows
     """
 
-    def __init__(self, m: int, *, backward: bool) -> None:
+    def __init__(self, m: int) -> None:
         self._outputs: list[Any] = [None] * m
-        self._backward = backward
         #: For each micro-batch, by their ids: the tensors that require grad, with their exports.
         self._exports: list[dict[int, tuple[Tensor, Export]]] = [{} for _ in range(m)]
 
-    def take(self, i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+    def take(self, i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
         """Take the output of micro-batch ``i``."""
         self._outputs[i] = output
-        if self._backward:
+        if export is not None:
             verify_known(output)
-            exports = self._exports[i]
+            for _, tensor in each(output):
+                if tensor.requires_grad and id(tensor) not in self._exports[i]:
+                    self._exports[i][id(tensor)] = (tensor, export(tensor))
 
-            def note(tensor: Tensor) -> Tensor:
-                if tensor.requires_grad and id(tensor) not in exports:
-                    exports[id(tensor)] = (tensor, export(tensor))
-                return tensor
-
-            mapped(output, note)
-
-    def in_graph_of_caller(self, mini_batch: MiniBatch, aliases: Aliases) -> list[Any]:
+    def in_graph_of_caller(self, mini_batch: MiniBatch) -> list[Any]:
         """Return the outputs with one node that stands for the mini-batch."""
         pairs = [(tensor.detach(), export) for exports in self._exports for tensor, export in exports.values()]
         if not pairs:
             return self._outputs
         tensors, exports = zip(*pairs)
         inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
-        trained = _heard(mini_batch, aliases)
-        outer = iter(Outer.apply(mini_batch, aliases, trained, exports, *tensors, *trained, *inputs))
+        trained = _trained_by(mini_batch)
+        outer = iter(Outer.apply(mini_batch, trained, exports, *tensors, *trained, *inputs))
         return [
             _exchanged(output, {key: next(outer) for key in exports})
             for output, exports in zip(self._outputs, self._exports)
@@ -72,7 +64,7 @@ class Exported:
 class Outer(Function):
     """Forward: the outputs, now a part of the caller's graph. Backward: the backward half of the mini-batch.
 
-    Its arguments are the mini-batch, its aliases, the parameters that get a gradient, the exports of the outputs, the
+    Its arguments are the mini-batch, the parameters that get a gradient, the exports of the outputs, the
     outputs, these parameters once more, and the inputs that require grad.
     """
 
@@ -80,13 +72,12 @@ class Outer(Function):
     def forward(
         ctx: Any,
         mini_batch: MiniBatch,
-        aliases: Aliases,
         trained: Sequence[Tensor],
         exports: Sequence[Export],
         *tensors: Tensor,
     ) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.mini_batch, ctx.aliases, ctx.trained, ctx.exports = mini_batch, aliases, trained, exports
+        ctx.mini_batch, ctx.trained, ctx.exports = mini_batch, trained, exports
         return tuple([tensor.detach() for tensor in tensors[: len(exports)]])
 
     @staticmethod
@@ -110,20 +101,21 @@ class Outer(Function):
             mini_batch.run_backward_half(keep_graph=keep)
         except BaseException:
             ctx.mini_batch = None  # A part of its graph is used up.
-            ctx.aliases.take()
+            mini_batch.aliases.take()
             raise
         inputs = [grad for _, grad in mini_batch.take_input_gradients()]
-        sums = dict(zip(ctx.aliases.trained, ctx.aliases.take()))
+        sums = dict(zip(mini_batch.aliases.trained, mini_batch.aliases.take()))
         parameters = [sums[parameter] for parameter in ctx.trained]
-        return (None, None, None, None, *[None] * len(grads), *parameters, *inputs)
+        return (None, None, None, *[None] * len(grads), *parameters, *inputs)
 
 
-def _heard(mini_batch: MiniBatch, aliases: Aliases) -> list[Tensor]:
+def _trained_by(mini_batch: MiniBatch) -> list[Tensor]:
     """Return the trained parameters, but for those with hooks that this mini-batch has not used.
 
     Autograd calls the hooks of an input also when its gradient is None, and an optimizer that steps in a hook would
     move a layer that was not used. Looking at the graphs takes long, so that only hooks are worth it.
     """
+    aliases = mini_batch.aliases
     if not any(map(has_gradient_hooks, aliases.trained)):
         return aliases.trained
     used = aliases.used(mini_batch.leaves())

@@ -30,38 +30,38 @@ def own_loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def kinds_of(output: Any, rows: int, other: Any, other_rows: int) -> Kinds:
+def kinds_of(output: Any, rows: int, twin_output: Any, twin_rows: int) -> Kinds:
     """Return how outputs depend on the rows.
 
     Args:
         output: the output for ``rows`` rows
         rows: a number of rows
-        other: the output for ``other_rows`` rows
-        other_rows: another number of rows
+        twin_output: the output for ``twin_rows`` rows
+        twin_rows: another number of rows
     """
     kinds: Kinds = {}
-    others = {path or "value": item for path, item in walk(other)}
+    twins = {path or "value": item for path, item in walk(twin_output)}
     for path, item in walk(output):
         path = path or "value"
-        twin: Any = others.get(path)
+        twin: Any = twins.get(path)
         if isinstance(item, Tensor) and isinstance(twin, Tensor):
             if 0 < item.dim() == twin.dim() and not item.is_nested and not twin.is_nested:
-                kinds[path] = _kind_of(item.shape, rows, twin.shape, other_rows)
+                kinds[path] = _kind_of(item.shape, rows, twin.shape, twin_rows)
         elif type(item) in (list, tuple) and type(twin) in (list, tuple):
-            follows = len(item) * other_rows == len(twin) * rows and len(item) != len(twin)
+            follows = len(item) * twin_rows == len(twin) * rows and len(item) != len(twin)
             kinds[path] = 0 if follows else None
         elif type(item) in (int, float) and type(twin) in (int, float) and item != twin:
             kinds[path] = "counts"
     return kinds
 
 
-def _kind_of(shape: Sequence[int], rows: int, other: Sequence[int], other_rows: int) -> int | Literal["coupled"] | None:
+def _kind_of(shape: Sequence[int], rows: int, twin: Sequence[int], twin_rows: int) -> int | Literal["coupled"] | None:
     """Return how a tensor depends on the rows; see `Kinds`."""
-    varying = [d for d in range(len(shape)) if shape[d] != other[d]]
+    varying = [d for d in range(len(shape)) if shape[d] != twin[d]]
     if not varying:
         return None
     (dim, *more) = varying
-    return dim if not more and shape[dim] * other_rows == other[dim] * rows else "coupled"
+    return dim if not more and shape[dim] * twin_rows == twin[dim] * rows else "coupled"
 
 
 def verify_known(output: Any) -> None:
@@ -92,10 +92,10 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], kinds: Kinds, scalar: Joi
         ValueError: an output couples the rows, or differs in structure between micro-batches.
         TypeError: an output is an object that cannot be joined.
     """
-    return outputs[0] if len(outputs) == 1 else _Join(sizes, kinds, scalar).join(list(outputs), "")
+    return outputs[0] if len(outputs) == 1 else _Joiner(sizes, kinds, scalar).join(list(outputs), "")
 
 
-class _Join:
+class _Joiner:
     def __init__(self, sizes: Sequence[int], kinds: Kinds, scalar: JoinScalar) -> None:
         self._sizes, self._kinds, self._scalar = sizes, kinds, scalar
         #: A tensor that occurs twice in the output is joined once.
@@ -103,9 +103,7 @@ class _Join:
 
     def join(self, values: list[Any], path: str) -> Any:
         first = values[0]
-        if isinstance(first, Tensor):
-            if not all([isinstance(value, Tensor) for value in values]):
-                raise _differs(path, [type(value).__name__ for value in values])
+        if all([isinstance(value, Tensor) for value in values]):
             key = tuple(map(id, values))
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
@@ -130,8 +128,9 @@ class _Join:
         if is_cache(first):
             return _lazily_joined(values, self._sizes)
         path = path or "value"
-        if self._kinds.get(path) == "counts" or not all([_is_known_equal(value, first) for value in values]):
-            depends = "depends on the rows" if self._kinds.get(path) == "counts" else "differs between micro-batches"
+        counts = self._kinds.get(path) == "counts"
+        if counts or not all([_is_known_equal(value, first) for value in values]):
+            depends = "depends on the rows" if counts else "differs between micro-batches"
             raise TypeError(
                 f"the output '{path}' is {type(first).__name__}, which {depends} and cannot be joined; return a tensor "
                 "with a value for each row, or use model.step, whose loss_fn gets the output of each micro-batch"
@@ -181,7 +180,7 @@ class _Join:
                 f"the output '{path}' has shapes {shapes} in the micro-batches, and couples the rows of a batch, so it "
                 "cannot be joined; use model.step with a loss_fn that takes the output of a micro-batch, or chunks=1"
             )
-        if any([len(shape) != first.dim() or _others(shape, dim) != _others(first.shape, dim) for shape in shapes]):
+        if any([len(shape) != first.dim() or _without(shape, dim) != _without(first.shape, dim) for shape in shapes]):
             raise _differs(path, [str(shape) for shape in shapes])
         return torch.cat(values, dim)
 
@@ -207,10 +206,10 @@ def _is_known_equal(a: Any, b: Any) -> bool:
 def are_equal(values: Sequence[Tensor]) -> bool:
     """Return whether tensors are equal. The host waits once, as this may come between forward and backward."""
     first = values[0]
-    others = [tensor for tensor in values if tensor is not first]
-    if any([tensor.shape != first.shape for tensor in others]):
+    rest = [tensor for tensor in values if tensor is not first]
+    if any([tensor.shape != first.shape for tensor in rest]):
         return False
-    return not others or bool(torch.stack([(tensor == first).all() for tensor in others]).all())
+    return not rest or bool(torch.stack([(tensor == first).all() for tensor in rest]).all())
 
 
 def _opened(values: Sequence[Any], *, caches: bool = False) -> list[Container] | None:
@@ -221,13 +220,13 @@ def _opened(values: Sequence[Any], *, caches: bool = False) -> list[Container] |
     return containers if are_alike else None
 
 
-def _others(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _differs(path: str, what: list[str]) -> ValueError:
+def _differs(path: str, shown: list[str]) -> ValueError:
     return ValueError(
-        f"the output '{path or 'value'}' differs between micro-batches ({', '.join(what)}), so it cannot be joined; "
+        f"the output '{path or 'value'}' differs between micro-batches ({', '.join(shown)}), so it cannot be joined; "
         "pad the batch so that all micro-batches are alike, or use model.step, whose loss_fn gets each of them"
     )
 

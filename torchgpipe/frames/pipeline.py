@@ -25,7 +25,7 @@ from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
-from torchgpipe.frames.inputs import Arguments, MicroBatches
+from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
@@ -46,6 +46,7 @@ class Pipeline:
     """What runs a pipelined module.
 
     Args:
+        module: the module, which holds this object
         settings: the settings of the module
 
     Attributes:
@@ -56,21 +57,22 @@ class Pipeline:
         host_memory: takes weights to devices, if they live in host memory
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        self._module = weakref.ref(module)
         self.settings = settings
-        self.identity = Owner(self)
+        self.identity: Owner = weakref.ref(self)
         self.streams = Streams()
         self.recorder: Recorder | None = None
         self._lock = threading.RLock()
         self._structure: tuple[Any, ...] = ()
-        # Weakly, as the model is among them, and holds this object.
+        # Weakly, as the module is among them.
         self._doors: list[tuple[weakref.ref[nn.Module], str, int]] = []
         self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
         #: Whether modules have hooks, which may see what they return.
         self._has_hooks = False
-        #: What mini-batches there were whose graphs were looked at, and their operations on weights in host memory;
-        #: see `verify_complete` and `Watch`.
-        self._looked_at: set[Any] = set()
+        #: The kinds of mini-batches whose graphs were verified, and their operations on weights in host memory; see
+        #: `verify_complete` and `watch`.
+        self._verified: set[Any] = set()
         self._told: set[str] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
@@ -79,38 +81,43 @@ class Pipeline:
         """Leave this out of copies and pickles, which make their own."""
         return type(None), ()
 
-    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    @property
+    def module(self) -> Any:
+        """The module that this runs, as long as anybody has it."""
+        return self._module()
+
+    def forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         if self._stays_whole(batch):
-            return self._in_one_piece(module, batch.arguments)
+            return self._run_in_one_piece(batch.arguments)
         self._begin(batch, 7)  # the caller of the model
         backward = torch.is_grad_enabled()
         scalars = mean_or_sum(settings, batch)
-        exported = Exported(len(batch.sizes), backward=backward)
+        exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
-        with self.aliased(module, backward=backward) as aliases:
-            mini_batch = self._mini_batch(module, batch, exported.take, aliases, actions, backward=backward)
+        with self.aliased(backward=backward) as aliases:
+            mini_batch = self._mini_batch(batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.arguments))
         self._end(mini_batch, batch.rows)
-        outputs = exported.in_graph_of_caller(mini_batch, aliases)
-        return join(outputs, batch.sizes, settings.study.kinds[module.training], scalars)
+        outputs = exported.in_graph_of_caller(mini_batch)
+        return join(outputs, batch.sizes, settings.study.kinds[self.module.training], scalars)
 
-    def step(self, module: nn.Module, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
+    def step(self, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         self._begin(batch, 4)  # the caller of step
         backward = torch.is_grad_enabled()
-        loss = MicroBatchLoss(settings, batch, target, self.to(settings.devices[-1]), training=module.training)
+        loss = MicroBatchLoss(settings, batch, target, self.to(settings.devices[-1]), training=self.module.training)
 
-        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
             value, weight = loss.of(i, output)
-            if backward:
+            if export is not None:
                 if not value.requires_grad:
                     raise RuntimeError(
                         "the loss does not require grad, so there is nothing to train; does the output depend on a "
@@ -123,7 +130,7 @@ class Pipeline:
         def work() -> Any:
             with aliases.installed():
                 mini_batch = self._mini_batch(
-                    module, batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
+                    batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
                 )
                 mini_batch.run()
                 result = loss.result()
@@ -131,7 +138,7 @@ class Pipeline:
                 return result, mini_batch.take_input_gradients()
 
         with self._lock:
-            aliases = self.aliases(module, backward=backward)
+            aliases = self.aliases(backward=backward)
             return with_gradients(aliases, work)
 
     def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
@@ -176,18 +183,17 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------------- pieces
 
-    def prepare(self, module: nn.Module, *, recomputes: bool = True) -> None:
+    def prepare(self, *, recomputes: bool = True) -> None:
         """Put doors in front of the modules of the spine, which may have been replaced since the last mini-batch.
 
         Args:
-            module: the model
             recomputes: whether modules run again at backward; the plain model of a proof must not
         """
-        settings = self.settings
+        module, settings = self.module, self.settings
         children = list(module.modules())
         verify_compiled(children, settings.devices)
         self._has_hooks = any(map(has_call_hooks, children))
-        structure = tuple([(id(child), *child._parameters) for child in children])
+        structure = tuple([(weakref.ref(child), *child._parameters) for child in children])
         if structure != self._structure:
             named = dict(module.named_modules())
             self._doors = [
@@ -207,26 +213,23 @@ class Pipeline:
                 put_door(child, name, column, recomputes=runs_again, owner=self.identity)
 
     @contextmanager
-    def aliased(
-        self, module: nn.Module, *, backward: bool, watches: bool = False, alone: bool = False
-    ) -> Iterator[Aliases]:
+    def aliased(self, *, backward: bool, watches: bool = False, alone: bool = False) -> Iterator[Aliases]:
         """Let the modules have aliases of their parameters in a ``with`` block; see `aliases`."""
         with self._lock:
-            aliases = self.aliases(module, backward=backward, watches=watches, alone=alone)
+            aliases = self.aliases(backward=backward, watches=watches, alone=alone)
             with aliases.installed():
                 yield aliases
 
-    def aliases(self, module: nn.Module, *, backward: bool, watches: bool = False, alone: bool = False) -> Aliases:
+    def aliases(self, *, backward: bool, watches: bool = False, alone: bool = False) -> Aliases:
         """Put doors in front of the spine, and return aliases of the parameters.
 
         Args:
-            module: the model
             backward: whether gradients are wanted
             watches: whether to refuse gradients that come from elsewhere, even if the model seems to let no tensors out
             alone: whether the model runs alone, in which gradients come from anywhere
         """
         refuse_transforms()
-        self.prepare(module, recomputes=not alone)
+        self.prepare(recomputes=not alone)
         slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
         devices = self.settings.devices
         if self.host_memory is not None:
@@ -255,8 +258,7 @@ class Pipeline:
 
     def _mini_batch(
         self,
-        module: Any,
-        batch: MicroBatches,
+        batch: SplitBatch,
         finish: Finish,
         aliases: Aliases,
         actions: Program,
@@ -265,7 +267,7 @@ class Pipeline:
         schedule: Schedule | None = None,
         random_numbers: RandomNumbers | None = None,
     ) -> MiniBatch:
-        settings, recorder, recomputes = self.settings, self.recorder, self._recomputes(module)
+        module, settings, recorder, recomputes = self.module, self.settings, self.recorder, self._recomputes()
         step = None
         if recorder is not None:
             computing = map(self.streams.current, settings.devices)
@@ -286,15 +288,15 @@ class Pipeline:
             actions,
             backward=backward,
             splits=not recomputes,
-            looked=self._to_look(module, inputs[0], backward=backward),
+            verified=self._to_verify(inputs[0], backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
         )
 
-    def _to_look(self, module: nn.Module, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
-        """Return what notes that such a mini-batch has been looked at; None if one was before."""
+    def _to_verify(self, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
+        """Return what notes that such a mini-batch is verified; None if one was before."""
         names = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, modes_of(module), len(part.args), names
-        return None if key in self._looked_at else lambda: self._looked_at.add(key)
+        key = backward, self._structure, modes_of(self.module), len(part.args), names
+        return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that copies a tensor of the caller's to ``device``."""
@@ -306,12 +308,12 @@ class Pipeline:
         if not self.settings.layout.crossed:
             self.settings.layout.crossed = mini_batch.crossed
 
-    def _recomputes(self, module: nn.Module) -> bool:
+    def _recomputes(self) -> bool:
         """Return whether anything in the model runs again at backward, as far as that is known."""
-        switched = any(getattr(child, "gradient_checkpointing", False) for child in module.modules())
+        switched = any(getattr(child, "gradient_checkpointing", False) for child in self.module.modules())
         return bool(self.settings.recomputed) or switched
 
-    def _verify(self, batch: MicroBatches) -> None:
+    def _verify(self, batch: SplitBatch) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
         if batch.arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
             raise ValueError(
@@ -329,21 +331,22 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _stays_whole(self, batch: MicroBatches) -> bool:
+    def _stays_whole(self, batch: SplitBatch) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled():
             return False
         args, kwargs = batch.arguments
         generates = kwargs.get("use_cache") is True or any(map(is_cache, (*args, *kwargs.values())))
-        how = "the partitions in one piece, without a speed-up"
-        how += ", and all weights come from host memory each time" * (self.host_memory is not None)
+        cost = "without a speed-up"
+        cost += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            self._tell(f"calls with a cache, as in generate(), pass {how}", 8)
+            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {cost}", 8)
         elif batch.rows == 0:
-            self._tell(f"a call passes {how}, as {batch.splitter.unsplit(batch.arguments)}", 8)
+            why = batch.splitter.unsplit(batch.arguments)
+            self._tell(f"a call passes the partitions in one piece, {cost}, as {why}", 8)
         return generates or batch.rows == 0
 
-    def _begin(self, batch: MicroBatches, stacklevel: int) -> None:
+    def _begin(self, batch: SplitBatch, stacklevel: int) -> None:
         """Tell of a mini-batch in training that cannot be split, and of a first one with few rows."""
         if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
             return
@@ -354,45 +357,40 @@ class Pipeline:
             self._begun = True
             tell_of_few(batch.rows, self.settings.chunks, stacklevel)
 
-    def _tell(self, what: str, stacklevel: int) -> None:
-        if what not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
-            self._told.add(what)
-            warnings.warn(f"torchgpipe.pipelined: {what}", UserWarning, stacklevel=stacklevel)
+    def _tell(self, message: str, stacklevel: int) -> None:
+        if message not in self._told and (len(self.settings.devices) > 1 or self.host_memory is not None):
+            self._told.add(message)
+            warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=stacklevel)
 
-    def _in_one_piece(self, module: Any, arguments: Arguments) -> Any:
+    def _run_in_one_piece(self, arguments: Arguments) -> Any:
         if not Columns(self.settings, self.streams).copies and self.host_memory is None:
-            return module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
+            return self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
-        with self.in_one_piece(module, backward=False) as aliases:
-            output = module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
+        with self.in_one_piece(backward=False) as aliases:
+            output = self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
             if self.host_memory is not None:
                 aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
             return output
 
     @contextmanager
-    def in_one_piece(self, module: nn.Module, *, backward: bool) -> Iterator[Aliases]:
+    def in_one_piece(self, *, backward: bool) -> Iterator[Aliases]:
         """Let the model run in this thread, from device to device, in a ``with`` block.
 
         Args:
-            module: the model
             backward: whether gradients are wanted, which go to the aliases
         """
         columns = Columns(self.settings, self.streams)
         visitor = InOnePiece(columns, self.identity)
         with (
-            self.aliased(module, backward=backward, alone=True) as aliases,
+            self.aliased(backward=backward, alone=True) as aliases,
             visiting(visitor),
             visitor if columns.copies else nullcontext(),
             OnDemand(aliases, columns.computing) if self.host_memory is not None else nullcontext(),
         ):
             yield aliases
 
-    def mini_batch_for_proof(
-        self, module: nn.Module, batch: MicroBatches, finish: Finish, aliases: Aliases
-    ) -> MiniBatch:
+    def mini_batch_for_proof(self, batch: SplitBatch, finish: Finish, aliases: Aliases) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
-        return self._mini_batch(
-            module, batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None)
-        )
+        return self._mini_batch(batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None))

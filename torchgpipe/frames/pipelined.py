@@ -129,7 +129,7 @@ def pipelined(
     return _pipelined(**locals())  # type: ignore[no-any-return]
 
 
-def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **options: Any) -> M:
+def pipelined_apart(module: M, sample: Any, *, studied: Study | None = None, **options: Any) -> M:
     """Pipeline a module with every partition as a column of its own, to measure each of them by itself.
 
     Neighbours on one device are run one by one, which takes longer and changes no result.
@@ -137,7 +137,7 @@ def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **opt
     Args:
         module: as for `pipelined`
         sample: as for `pipelined`
-        found: what the sample has shown, so that it does not run again
+        studied: what the sample has shown, so that it does not run again
         **options: as for `pipelined`
 
     Returns:
@@ -145,7 +145,7 @@ def pipelined_apart(module: M, sample: Any, *, found: Study | None = None, **opt
     """
     call = inspect.signature(pipelined).bind(module, sample, **options)
     call.apply_defaults()
-    return _pipelined(**call.arguments, apart=True, found=found)  # type: ignore[no-any-return]
+    return _pipelined(**call.arguments, apart=True, studied=studied)  # type: ignore[no-any-return]
 
 
 def runs_of(module: nn.Module) -> Pipeline | None:
@@ -162,14 +162,17 @@ def _pipelined(
     partitions: int | None,
     balance: str | Sequence[int] | Mapping[str, int],
     schedule: Schedule,
+    loss_fn: Callable[..., Any] | None,
+    weight: Callable[..., Any] | None,
     reduce: str | None,
+    no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
     verify: bool | Collection[str],
     offload: bool | Literal["weights"],
     slots: int,
     pin: int | None,
     apart: bool = False,
-    **others: Any,
+    studied: Study | None = None,
 ) -> M:
     verify_module(module)
     count = verify_chunks(chunks)
@@ -183,7 +186,7 @@ def _pipelined(
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
     places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
     verify_name(schedule)
-    verify_functions(loss_fn=others["loss_fn"], weight=others["weight"])
+    verify_functions(loss_fn=loss_fn, weight=weight)
     arguments = arguments_of(sample)
     settings = arrange(
         module,
@@ -191,24 +194,27 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
+        no_chunk=no_chunk,
+        checkpoint=checkpoint,
         apart=apart or schedule in APART or bool(offload),
+        studied=studied,
         chunks=count,
         schedule=schedule,
+        loss_fn=loss_fn,
+        weight=weight,
         reduce=reduce,
-        checkpoint=checkpoint,
+        may_differ=() if isinstance(verify, bool) else [verify] if isinstance(verify, str) else verify,
         offload=limits,
-        **others,
     )
     if offload:
         verify_fits(_sizes(module, settings), slots)
-    settings.may_differ = () if isinstance(verify, bool) else [verify] if isinstance(verify, str) else verify
     program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
     move(module, settings)
     vars(module)[_SETTINGS] = settings
     _tell_trainers(module, settings)
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
-    cast(Any, module)._runs().prepare(module)  # Methods beside forward have doors from now on.
+    cast(Any, module)._runs().prepare()  # Methods beside forward have doors from now on.
     if verify is not False and not settings.study.on_meta:
         try:
             _prove(module, arguments)
@@ -233,7 +239,7 @@ def _prove(module: Any, sample: Arguments) -> None:
         ValueError: the two differ.
     """
     runs = module._runs()
-    proof = Proof(runs, module, sample_of(runs.settings, sample))
+    proof = Proof(runs, sample_of(runs.settings, sample))
     comparison = proof.run()
     if comparison.faults:
         raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
@@ -356,7 +362,7 @@ class _Pipelined(nn.Module):
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *args, **kwargs)
-        return self._runs().forward(self, args, kwargs)
+        return self._runs().forward(args, kwargs)
 
     @property
     def _pipeline_devices(self) -> list[torch.device]:
@@ -376,7 +382,7 @@ class _Pipelined(nn.Module):
         """
         runs = self._runs()
         try:
-            return runs.step(self, args, target, kwargs)
+            return runs.step(args, target, kwargs)
         except TypeError as error:
             if (
                 target is None
@@ -405,7 +411,7 @@ class _Pipelined(nn.Module):
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         with_loss = target is not None and runs.settings.loss_fn is not None
-        return Proof(runs, self, batch, target, with_loss=with_loss).run()
+        return Proof(runs, batch, target, with_loss=with_loss).run()
 
     @property
     def _torchgpipe_forward(self) -> Callable[..., Any]:
@@ -413,10 +419,10 @@ class _Pipelined(nn.Module):
         return functools.partial(_plain(self).forward, self)
 
     def _runs(self) -> Pipeline:
-        """Return what runs this module, and make it if there is none, as for a copy."""
+        """Return what runs this module, and make it if there is none, as for a copy; a shallow one has another's."""
         runs: Pipeline | None = vars(self).get(_RUNS)
-        if runs is None:
-            runs = vars(self)[_RUNS] = Pipeline(_settings_of(self))
+        if runs is None or runs.module is not self:
+            runs = vars(self)[_RUNS] = Pipeline(self, _settings_of(self))
         return runs
 
     @property

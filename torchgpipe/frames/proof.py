@@ -29,7 +29,7 @@ from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.inputs import Arguments, MicroBatches
+from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
@@ -64,7 +64,7 @@ class _Run(NamedTuple):
     draws: Draws
 
 
-def sample_of(settings: Settings, arguments: Arguments) -> MicroBatches:
+def sample_of(settings: Settings, arguments: Arguments) -> SplitBatch:
     """Return a mini-batch for a proof, made of the sample of one micro-batch.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all.
@@ -80,7 +80,6 @@ class Proof:
 
     Args:
         pipeline: what runs the pipelined model
-        module: the model
         batch: the mini-batch
         target: the target of the loss function
         with_loss: whether to compute the loss function of a step
@@ -89,17 +88,16 @@ class Proof:
     def __init__(
         self,
         pipeline: Pipeline,
-        module: Any,
-        batch: MicroBatches,
+        batch: SplitBatch,
         target: Any = None,
         *,
         with_loss: bool = False,
     ) -> None:
-        self._pipeline, self._module = pipeline, module
+        self._pipeline, self._module = pipeline, pipeline.module
         self._settings = pipeline.settings
         with torch.inference_mode(False):
-            self._batch = batch.mapped(_kept)
-            self._target = mapped(target, _kept) if with_loss else None
+            self._batch = batch.mapped(_copy_of)
+            self._target = mapped(target, _copy_of) if with_loss else None
         self._with_loss = with_loss
         self.comparison = Comparison(pipeline.settings.study.epsilon)
         self._draws = False
@@ -143,7 +141,7 @@ class Proof:
                 return training, run
         return training, run
 
-    def _apart(self, batch: MicroBatches, *, backward: bool) -> _Run:
+    def _apart(self, batch: SplitBatch, *, backward: bool) -> _Run:
         """Run the plain model on each micro-batch."""
         outputs: list[Any] = []
         loss = self._loss(batch)
@@ -155,14 +153,13 @@ class Proof:
                     output = self._call(part)
                     aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
                     roots = self._roots(i, output, loss)
-                    outputs.append(mapped(output, _kept))
+                    outputs.append(mapped(output, _copy_of))
                 backward = backward and _differentiated(roots)
                 del output, roots
             changed = buffers.changed()
-            taken = dict(zip(aliases.trained, aliases.take()))
-            gradients: dict[Tensor, Tensor | None] | None = taken if backward else None
+            gradients: dict[Tensor, Tensor | None] = dict(zip(aliases.trained, aliases.take()))
         total = None if loss is None else _total(loss)
-        return _Run(outputs, total, changed, gradients, random_numbers.drawn)
+        return _Run(outputs, total, changed, gradients if backward else None, random_numbers.drawn)
 
     def _together(self) -> tuple[Any, Tensor | None]:
         with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
@@ -181,9 +178,9 @@ class Proof:
         return self._module._torchgpipe_forward(*args, **kwargs)
 
     def _in_one_piece(self) -> AbstractContextManager[Aliases]:
-        return self._pipeline.in_one_piece(self._module, backward=True)
+        return self._pipeline.in_one_piece(backward=True)
 
-    def _loss(self, batch: MicroBatches) -> MicroBatchLoss | None:
+    def _loss(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
         bring = self._pipeline.to(self._settings.devices[-1])
@@ -204,16 +201,16 @@ class Proof:
         if len(sizes) == 1:
             return
         # A layer that changes its buffers, as a spectral norm does, may compute with them.
-        self._draws = apart.draws.cpu or apart.draws.device or bool(generators_in(self._module.modules()))
-        couples = self._draws or bool(apart.buffers)
-        couples = couples or any([isinstance(child, BatchNormBase) for child in self._module.modules()])
+        self._draws = any(apart.draws) or bool(generators_in(self._module.modules()))
+        norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
+        couples = self._draws or bool(apart.buffers or norms)
         training = training and not couples
         with in_mode(self._module, training):
             # With a graph, as rows together: without one, nn.TransformerEncoder computes padded positions otherwise.
             run = self._apart(self._batch, backward=False) if couples else apart
             outputs, loss = run.outputs, run.loss
             # A model that draws in evaluation, too, draws other numbers for all rows at once.
-            draws = run.draws.cpu or run.draws.device
+            draws = any(run.draws)
             try:
                 whole, whole_loss = self._together()
             except Exception as error:
@@ -251,18 +248,19 @@ class Proof:
         loss = self._loss(self._batch)
         outputs: dict[int, Any] = {}
 
-        def finish(i: int, output: Any, export: Callable[[Tensor], Export]) -> None:
+        def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
+            assert export is not None
             for tensor, grad in self._roots(i, output, loss):
                 export(tensor).add(grad)
             outputs[i] = mapped(output, Tensor.detach)
 
         with (
             untouched(self._module, self._settings.devices),
-            pipeline.aliased(self._module, backward=True, watches=True) as aliases,
+            pipeline.aliased(backward=True, watches=True) as aliases,
         ):
             buffers = Buffers(self._module)
             try:
-                mini_batch = pipeline.mini_batch_for_proof(self._module, self._batch, finish, aliases)
+                mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases)
                 mini_batch.run_columns_forward()
             except Exception as error:
                 if _is_ours(error):
@@ -460,7 +458,7 @@ def _is_ours(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()  # The model may change it later.
 
 

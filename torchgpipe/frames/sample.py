@@ -95,9 +95,9 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
     )
 
 
-def _run(module: nn.Module, sample: Arguments, **others: Any) -> Any:
+def _run(module: nn.Module, sample: Arguments, **replaced: Any) -> Any:
     args, kwargs = sample.mapped(Tensor.clone)  # which the model may change
-    return module.forward(*args, **{**kwargs, **others})
+    return module.forward(*args, **{**kwargs, **replaced})
 
 
 def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
@@ -123,14 +123,14 @@ def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[boo
 
 def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training: bool) -> Kinds | None:
     """Return how the outputs depend on the rows: beside those of another number of rows."""
-    rows, other_rows = splitter.rows, splitter.rows - 1 or 2
+    rows, twin_rows = splitter.rows, splitter.rows - 1 or 2
     with in_mode(module, training), without_compiler(module):
         try:
             output = _run(module, splitter.resized(sample, rows))
-            other = _run(module, splitter.resized(sample, other_rows))
+            twin_output = _run(module, splitter.resized(sample, twin_rows))
         except Exception:
             return None  # The model wants as many rows, or other arguments; sizes will tell.
-    return kinds_of(output, rows, other, other_rows)
+    return kinds_of(output, rows, twin_output, twin_rows)
 
 
 @contextmanager
@@ -175,10 +175,10 @@ def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
     return divides, _loss(module, sample, labels=first_exchanged) == plain
 
 
-def _loss(module: nn.Module, sample: Arguments, **others: Any) -> float | None:
+def _loss(module: nn.Module, sample: Arguments, **replaced: Any) -> float | None:
     torch.manual_seed(0)
     try:
-        output = _run(module, sample, **others)
+        output = _run(module, sample, **replaced)
     except (TypeError, RuntimeError):
         return None  # It does not take this argument.
     loss = own_loss(output)

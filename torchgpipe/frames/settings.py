@@ -5,7 +5,7 @@ It lies on the module, so that copies and pickles of the module are pipelined, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Schedule
 
-__all__ = ["Settings", "door_of"]
+__all__ = ["Settings", "door_of", "name_of"]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Settings:
     Attributes:
         chunks: the number of micro-batches
         devices: the device of each column; neighbouring partitions on one device are a column
-        names: names each column by the numbers of its partitions, for errors
+        members: for each column, the numbers of its partitions
         labels: names each column with its modules and its device, for errors
         parts: for each column, the names of its parts of the spine
         doors: for each module of the spine, its column
@@ -46,7 +46,7 @@ class Settings:
 
     chunks: int
     devices: list[torch.device]
-    names: list[str]
+    members: list[list[int]]
     labels: list[str]
     parts: list[list[str]]
     doors: dict[str, int]
@@ -82,3 +82,8 @@ def door_of(name: str, doors: Container[str]) -> str | None:
     while name and name not in doors:
         name = name.rpartition(".")[0]
     return name or None
+
+
+def name_of(members: Sequence[int]) -> str:
+    """Return a name for a column, made of the numbers of its partitions, for errors."""
+    return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"

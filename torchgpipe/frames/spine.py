@@ -63,7 +63,7 @@ class Call:
     inner: list[Call] = field(default_factory=list)
 
 
-class Kept(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor that a module has put on itself, or a buffer that has changed.
 
     Attributes:
@@ -87,7 +87,7 @@ class Trace:
         calls: all calls in the order of their starts; the first is that of the model
         output: what the model returned
         used: for each tensor that modules had before, the place of its first use by an operation
-        kept: the tensors that modules have put on themselves or changed, and operations have used
+        stored: the tensors that modules have put on themselves, and changed buffers, if operations have used them
         keeps_tensors: whether modules have put any tensors on themselves
         drawn: the generators of the model's own that it has drawn from, each time with the place
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
@@ -97,7 +97,7 @@ class Trace:
     calls: list[Call]
     output: Any
     used: dict[Tensor, int]
-    kept: list[Kept]
+    stored: list[StoredTensor]
     keeps_tensors: bool
     drawn: list[tuple[torch.Generator, int]]
     labels: tuple[str, int] | None
@@ -242,20 +242,22 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
     names = {child: name for name, child in module.named_modules()}
     probes = {child: probe(child, name) for child, name in names.items() if name and child not in within}
-    counts = {id(tensor): versions([tensor]) for _, _, tensor in _held(module)}
+    buffers = list(module.buffers())
+    counts = versions(buffers)
     with _replaced(probes), uses:
         output = run()
     calls[0].end = uses.now + 1
-    kept = [
-        Kept(names.get(child, ""), attribute, uses.first.get(id(tensor), uses.last[id(tensor)]), uses.last[id(tensor)])
+    changed = {id(buffer) for buffer, a, b in zip(buffers, counts, versions(buffers)) if a != b}
+    stored = [
+        StoredTensor(names.get(child, ""), attribute, uses.first.get(id(tensor), last), last)
         for child, attribute, tensor in _held(module)
-        if id(tensor) in uses.last and counts.get(id(tensor)) != versions([tensor])
+        if (last := uses.last.get(id(tensor))) is not None and (id(tensor) not in uses.before or id(tensor) in changed)
     ]
     return Trace(
         calls,
         output,
         used={tensor: uses.first[key] for key, tensor in uses.before.items() if key in uses.first},
-        kept=kept,
+        stored=stored,
         keeps_tensors=any([id(tensor) not in uses.before for _, _, tensor in attributes(module)]),
         drawn=uses.drawn,
         labels=uses.labels,
@@ -393,6 +395,6 @@ class _Spine:
         return Part(group, sum([parameter.numel() for parameter in parameters]), bytes_of((*parameters, *buffers)))
 
 
-def _holds(name: str, others: list[str]) -> bool:
-    """Return whether one of the other names is that of a module within a module."""
-    return any(other.startswith(f"{name}.") for other in others)
+def _holds(name: str, wanted: list[str]) -> bool:
+    """Return whether one of the wanted names is that of a module within a module."""
+    return any(inner.startswith(f"{name}.") for inner in wanted)

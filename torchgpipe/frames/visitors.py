@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode, storage_key, versions
-from torchgpipe.engine.resting import Rested
+from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode, versions
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
@@ -20,10 +19,9 @@ from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
-from torchgpipe.frames.recomputed import Keep
+from torchgpipe.frames.rest import FrameRest
 from torchgpipe.model.state import apart
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
-from torchgpipe.schedule import Action
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
 
@@ -45,20 +43,19 @@ class Traveller:
         frame: the frame
         cells: the cells of the frame, by column; empty if there is no backward
         shared: what all frames share
-        callers: the keys of the storages of the model's arguments
+        rest: what of the frame rests in host memory; None if nothing does
 
     Attributes:
         frame: the frame
         owner: the identity of the pipeline
     """
 
-    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, callers: Set[int]) -> None:
+    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, rest: FrameRest | None) -> None:
         self.frame, self.owner = frame, shared.owner
-        self._columns, self._resting, self._callers = shared.columns, shared.aliases.resting, callers
+        self._columns, self._rest = shared.columns, rest
+        self._keep = None if rest is None else rest.keep
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns)
-        #: What has rested until this column began.
-        self._rested: list[tuple[Tensor, Rested]] = []
         #: Copies of what modules keep, with the names of these.
         self._copies: list[tuple[str, Tensor]] = []
         self._current_stream = ExitStack()
@@ -80,7 +77,8 @@ class Traveller:
                         self.go_to(last, "the end")
                     self.frame.begin_work()
                     finish(output)
-            self._rested = []
+            if self._rest is not None:
+                self._rest.end()
             self._crossing.end()
 
     def bring(self, value: Any) -> Any:
@@ -116,13 +114,13 @@ class Traveller:
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
-            return door.call_module(args, kwargs, self._keeper)
+            return door.call_module(args, kwargs, self._keep)
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
             return door.call_module(args, kwargs)
         with self._without_glue():
-            if door.column != frame.column:
-                with self._laid_down((args, kwargs), door.column):
-                    self.go_to(door.column, door.name)
+            rest = None if door.column == frame.column else self._rest
+            with nullcontext() if rest is None else rest.until(door.column, (args, kwargs)):
+                self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
                 bring = self._crossing.bring
@@ -135,7 +133,7 @@ class Traveller:
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             try:
-                output = door.call_module(args, kwargs, self._keeper)
+                output = door.call_module(args, kwargs, self._keep)
                 if exchanged is not None:
                     exchanged.hand_over()
                 # Nearly all outputs have a graph, and so are made anew.
@@ -164,48 +162,6 @@ class Traveller:
                     f"returned, which would reach a copy only; let '{name}' itself change it"
                 )
 
-    @property
-    def _keeper(self) -> Keep | None:
-        # Without it, nobody looks at arguments. No attribute: it would refer back to this object.
-        return None if self._resting is None else self._keep
-
-    def _keep(self, tensor: Tensor) -> Tensor | Rested:
-        """Return what to keep of a tensor until backward; cells share tensors without grad, such as masks."""
-        if self._resting is None or not tensor.requires_grad:
-            return tensor
-        i, j = self.frame.i, self.frame.column
-        rested = next((rested for laid, rested in self._rested if _is_of(rested, laid, tensor)), None)
-        return self._resting.rest(tensor, Action("F", i, j), Action("B", i, j), rested)
-
-    @contextmanager
-    def _laid_down(self, value: Any, column: int) -> Iterator[None]:
-        """Let tensors wait in host memory in a ``with`` block, in which the frame waits for the turn of another column.
-
-        The model holds them, so only their memory can go: that of tensors which this frame has made, on one device.
-        """
-        frame, computing = self.frame, self._columns.computing
-        i, j = frame.i, frame.column
-        self._rested = []
-        laid: list[tuple[Tensor, Rested]] = []
-        if self._resting is not None and computing[j].device == computing[column].device:
-            tensors = {storage_key(tensor): tensor for _, tensor in each(value) if tensor.requires_grad}
-            for key, tensor in tensors.items():
-                base = tensor if tensor._base is None else tensor._base
-                storage = tensor.untyped_storage()
-                # Of a part, only that part would come back; memory of DLPack or a CUDA graph is not PyTorch's to free.
-                is_all = tensor.nbytes == storage.nbytes() and storage.resizable()
-                if is_all and key not in self._callers and base.grad_fn is not None:
-                    rested = self._resting.rest(tensor, Action("F", i, j), Action("F", i, column), empties=True)
-                    if isinstance(rested, Rested):
-                        laid.append((tensor, rested))
-        try:
-            yield
-        finally:
-            with computing[column].use() if laid else nullcontext():
-                for tensor, rested in laid:
-                    rested.restore(tensor)
-            self._rested = laid
-
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
         """Take the mode off the stack for a ``with`` block: operations need not even pass it by."""
@@ -219,16 +175,6 @@ class Traveller:
             self._glue.is_off = False
             if mode is self._glue:
                 push_function_mode(mode)
-
-
-def _is_of(rested: Rested, laid: Tensor, tensor: Tensor) -> bool:
-    """Return whether a tensor has the elements of the one that has rested, none of them changed in place since."""
-    return (
-        storage_key(laid) == storage_key(tensor)
-        and (laid.storage_offset(), laid.size(), laid.stride())
-        == (tensor.storage_offset(), tensor.size(), tensor.stride())
-        and versions([laid, tensor]) == [rested.version] * 2
-    )
 
 
 def _refuse_slow_path(door: Door, kwargs: Mapping[str, Any]) -> None:
@@ -322,9 +268,9 @@ class InOnePiece(TorchFunctionMode):
         return door.call_exchanged(args, kwargs, self._change)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
+            return func(*args, **kwargs)
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
         changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
         devices = [self._columns.streams.device_of(tensor) for _, tensor in each(changed)]

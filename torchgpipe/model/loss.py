@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter
+from torchgpipe.model.microbatch import Batch, chunk_sizes, gather, rows_of, scatter
 
 __all__ = [
     "NO_TARGET",
@@ -182,7 +182,7 @@ class MeanLoss(Losses):
                     "input and target must have the same size in dimension 0, the batch, but have "
                     f"{self._rows} and {rows}"
                 )
-        sizes = [len(part) for part in torch.empty(self._rows, device="meta").chunk(self._chunks)]
+        sizes = chunk_sizes(self._rows, self._chunks)
         given = self._targets if self._target is None else scatter((self._target,), self._chunks, None)
         self._weights = loss_weights(self._loss_fn, self._weight, [target.value for target in given], sizes)
         return sum(self._weights)

@@ -18,7 +18,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "gather", "rows_of", "scatter", "tell_of_few"]
+__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "chunk_sizes", "gather", "rows_of", "scatter", "tell_of_few"]
 
 
 class NoChunk:
@@ -172,6 +172,11 @@ def rows_of(value: Any) -> int:
     """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits; 0 if there is none."""
     leaves = pytree.tree_leaves(value)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
+
+
+def chunk_sizes(rows: int, chunks: int) -> list[int]:
+    """Return the sizes of the parts into which `torch.chunk` splits so many rows."""
+    return [len(part) for part in torch.empty(rows, device="meta").chunk(chunks)]
 
 
 def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:

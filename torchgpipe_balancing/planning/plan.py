@@ -15,7 +15,7 @@ from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import read_size, shown_size
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
-from torchgpipe.frames.inputs import chunk_sizes
+from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe.schedule.programs import RESIDENT, verify_name
 from torchgpipe_balancing.measure import undisturbed

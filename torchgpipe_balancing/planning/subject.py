@@ -166,7 +166,7 @@ def apply(
     if isinstance(model, nn.Sequential):
         return GPipe(model, way.balance, checkpoint=recomputed or "never", **more)
     balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(way.balance))[:-1], 1)}
-    return pipelined_apart(model, sample, found=studied, balance=balance, checkpoint=recomputed, **more)
+    return pipelined_apart(model, sample, studied=studied, balance=balance, checkpoint=recomputed, **more)
 
 
 def released(devices: Iterable[torch.device]) -> None:
@@ -217,7 +217,7 @@ class AnyModule(Subject):
         more |= {"no_chunk": options.get("no_chunk", ()), "checkpoint": (), "chunks": 1, "schedule": "1F1B"}
 
         def arranged(n: int, balance: Any, *, fixed: bool) -> Settings:
-            devices, apart = [torch.device("cpu")] * n, {"apart": True, "found": self._studied, **more}
+            devices, apart = [torch.device("cpu")] * n, {"apart": True, "studied": self._studied, **more}
             return arrange(self._model, self._sample, devices, fixed=fixed, balance=balance, **apart)
 
         # A schedule with more partitions than there are parts is left out later.
