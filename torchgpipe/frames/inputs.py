@@ -44,8 +44,8 @@ def arguments_of(sample: Any) -> Arguments:
         return Arguments((), dict(sample))
     if isinstance(sample, Tensor):
         return Arguments((sample,), {})
-    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
-        if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
+    if _is_plain_tuple(sample):
+        if len(sample) == 2 and _is_plain_tuple(sample[0]) and isinstance(sample[1], dict):
             return Arguments(*sample)
         return Arguments(sample, {})
     raise TypeError(
@@ -228,6 +228,10 @@ class Splitter:
             faults.append(f"'{path}' has {length}" + ("" if is_tensor else " items, taken for the rows"))
             return [value] * len(sizes)
         return split_rows(value, sizes)
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and not hasattr(value, "_fields")
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:

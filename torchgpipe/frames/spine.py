@@ -272,7 +272,8 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
         for child, name, buffer in buffers
         if child._buffers.get(name) is not buffer and id(child._buffers.get(name)) in uses.last
     ]
-    epsilon = max([torch.finfo(kind).eps for kind in uses.kinds if kind.is_floating_point], default=0.0)
+    rounded = [kind for kind in uses.kinds if kind.is_floating_point or kind.is_complex]
+    epsilon = max([torch.finfo(kind).eps for kind in rounded], default=0.0)
     return Trace(root, output, uses.used, kept, keeps_tensors, uses.drawn, uses.labels, epsilon)
 
 
