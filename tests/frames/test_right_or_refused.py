@@ -257,6 +257,23 @@ def with_options(self: Any, pair: Pair, options: dict[str, Tensor]) -> Tensor:
     return run(self, pair.x, lambda k, x: x + pair.y * options["scale"])
 
 
+class WithTable(nn.Linear):
+    """A layer that registers a buffer in its first forward, in the place of an attribute."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            del self.table
+            self.register_buffer("table", torch.arange(4).to(x))
+        assert self.table is not None
+        return super().forward(x) + self.table
+
+
 class Calling(nn.Linear):
     """A layer that calls itself or another: the search for elements of a container went round until Python gave up."""
 
@@ -299,6 +316,8 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], tuple[Any, ..
     "mask of one row": (lambda: chain(masked), lambda x: (torch.ones(1, 4, dtype=x.dtype), x)),
     "leaf": (with_leaf, lambda x: (x,)),
     "import changed in place": (lambda: chain(changed), lambda x: (x,)),
+    # After the sample there was both the attribute and the buffer.
+    "buffer made in forward": (lambda: chain(run, *[WithTable() for _ in range(4)]), lambda x: (x,)),
     "modules that call each other": (recursive, lambda x: (x,)),
     # Its numbers were to be equal in all digits, since no number was real.
     "complex": (lambda: chain(run, *complex_linear()), lambda x: (torch.complex(x, x.flip(1)),)),

@@ -82,6 +82,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._names = {child: {*child._buffers} for child in module.modules()}
         self._before = [
             (name, child, own, buffer, None if buffer is None else buffer.detach().clone())
             for name, child in module.named_modules()
@@ -100,7 +101,10 @@ class Buffers:
         return result
 
     def restore(self) -> None:
-        """Put all buffers and their values back."""
+        """Put all buffers and their values back, and remove those that are new."""
+        for child, names in self._names.items():
+            for own in child._buffers.keys() - names:
+                delattr(child, own)
         for _, child, own, buffer, value in self._before:
             child._buffers[own] = buffer
             if buffer is not None and value is not None:
