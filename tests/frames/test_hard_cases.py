@@ -177,6 +177,17 @@ def test_values_beside_the_loss(devices: Devices) -> None:
 
 
 @pytest.mark.late
+def test_a_model_that_a_pipeline_has_left_on_several_devices_is_told_where_to_go() -> None:
+    """The remedies of other errors are to pipeline the model again."""
+    model, _ = make(Chain(), ["late:0", "late:1"])
+    with pytest.raises(RuntimeError, match="on the same device") as raised:
+        pipelined(model.unpipelined(), (X[:2],), chunks=2)
+    assert "on ['late:0', 'late:1'], where a pipeline may have left" in raised.value.__notes__[-1]
+    plain = copy.deepcopy(model.to("cpu"))
+    expect_same(pipelined(model, (X[:2],), chunks=3), plain)
+
+
+@pytest.mark.late
 def test_the_target_may_be_on_another_device() -> None:
     """A target on the host, as a data loader gives it, once met the output on the device of the last partition."""
     model, plain = make(Chain(), ["late:0", "late:1"], loss_fn=lambda output, target: (output.sum(1) * target).mean())

@@ -542,6 +542,8 @@ def test_calls_that_are_refused() -> None:
     model = pipelined(sequential(), X[:2], chunks=2, devices=TWO, loss_fn=nn.functional.mse_loss)
     with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint is around a pipelined model"):
         checkpoint(model, X, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"transforms of torch\.func cannot go through"):
+        torch.func.vmap(model)(X[:, None])
     with pytest.raises(TypeError, match="positional arguments") as raised:
         model.step(X, X)
     assert "no target was given: step(..., target=y)" in raised.value.__notes__

@@ -248,6 +248,32 @@ def multiplied(self: Any, x: Tensor, graph: Tensor) -> Tensor:
     return run(self, x, lambda k, x: torch.sparse.mm(graph, x.t()).t())
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def with_options(self: Any, pair: Pair, options: dict[str, Tensor]) -> Tensor:
+    return run(self, pair.x, lambda k, x: x + pair.y * options["scale"])
+
+
+class WithTable(nn.Linear):
+    """A layer that registers a buffer in its first forward, in the place of an attribute."""
+
+    table: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            del self.table
+            self.register_buffer("table", torch.arange(4).to(x))
+        assert self.table is not None
+        return super().forward(x) + self.table
+
+
 class Calling(nn.Linear):
     """A layer that calls itself or another: the search for elements of a container went round until Python gave up."""
 
@@ -273,6 +299,10 @@ def linear() -> list[nn.Module]:
     return [nn.Linear(4, 4) for _ in range(4)]
 
 
+def complex_linear() -> list[nn.Module]:
+    return [nn.Linear(4, 4, dtype=torch.complex128) for _ in range(4)]
+
+
 GRAPH = torch.eye(4, dtype=torch.float64).to_sparse()
 
 #: What `frames/programs.py` does not draw.
@@ -286,7 +316,13 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], tuple[Any, ..
     "mask of one row": (lambda: chain(masked), lambda x: (torch.ones(1, 4, dtype=x.dtype), x)),
     "leaf": (with_leaf, lambda x: (x,)),
     "import changed in place": (lambda: chain(changed), lambda x: (x,)),
+    # After the sample there was both the attribute and the buffer.
+    "buffer made in forward": (lambda: chain(run, *[WithTable() for _ in range(4)]), lambda x: (x,)),
     "modules that call each other": (recursive, lambda x: (x,)),
+    # Its numbers were to be equal in all digits, since no number was real.
+    "complex": (lambda: chain(run, *complex_linear()), lambda x: (torch.complex(x, x.flip(1)),)),
+    # The two were taken for the positional and the keyword arguments.
+    "named tuple and dict": (lambda: chain(with_options), lambda x: (Pair(x, x.flip(1)), {"scale": x})),
     "sparse argument": (lambda: chain(multiplied), lambda x: (x, GRAPH)),
 }
 
@@ -311,8 +347,8 @@ def test_right(name: str, rows: int) -> None:
     result = tensors(model(*arguments(X)))
     for ours, parts in zip(result, zip(*expected), strict=True):
         torch.testing.assert_close(ours, torch.cat(parts), rtol=0, atol=0)
-    sum([one.square().sum() for one in result]).backward()  # type: ignore[union-attr]
-    sum([one.square().sum() for part in expected for one in part]).backward()  # type: ignore[union-attr]
+    sum([one.abs().square().sum() for one in result]).backward()  # type: ignore[union-attr]
+    sum([one.abs().square().sum() for part in expected for one in part]).backward()  # type: ignore[union-attr]
     same(gradients(model), gradients(plain))
     if name == "leaf":
         same({"leaf": model.leaf.grad}, {"leaf": plain.leaf.grad})

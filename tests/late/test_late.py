@@ -120,6 +120,12 @@ def test_events(side: torch.Stream) -> None:
     assert start.elapsed_time(end) >= 1
 
 
+def test_a_conjugate_view_is_conjugate() -> None:
+    """Gradients of complex layers were those of other weights."""
+    x = torch.randn(3, 3, dtype=torch.complex128, device="cpu")
+    assert torch.equal((x.to("late:0") @ x.to("late:0").conj()).cpu(), x @ x.conj())
+
+
 def test_tensors_of_two_devices_do_not_mix() -> None:
     with pytest.raises(RuntimeError, match="at least two devices, late:0 and late:1"):
         torch.ones(3, device="late:0") + torch.ones(3, device="late:1")

@@ -70,8 +70,8 @@ def arguments_of(sample: Any) -> Arguments:
         return Arguments((), dict(sample))
     if isinstance(sample, Tensor):
         return Arguments((sample,), {})
-    if isinstance(sample, tuple) and not hasattr(sample, "_fields"):
-        if len(sample) == 2 and isinstance(sample[0], tuple) and isinstance(sample[1], dict):
+    if _is_plain_tuple(sample):
+        if len(sample) == 2 and _is_plain_tuple(sample[0]) and isinstance(sample[1], dict):
             return Arguments(*sample)
         return Arguments(sample, {})
     raise TypeError(
@@ -288,6 +288,10 @@ class SplitBatch:
         """Return the mini-batch with changed arguments; see `Arguments.mapped`."""
         arguments = self.arguments.mapped(change, caches=caches)
         return self if arguments is self.arguments else replace(self, arguments=arguments)
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and not hasattr(value, "_fields")
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:

@@ -228,7 +228,6 @@ class Pipeline:
             watches: whether to refuse gradients that come from elsewhere, even if the model seems to let no tensors out
             alone: whether the model runs alone, in which gradients come from anywhere
         """
-        refuse_transforms()
         self.prepare(recomputes=not alone)
         slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
         devices = self.settings.devices
@@ -315,6 +314,7 @@ class Pipeline:
 
     def _verify(self, batch: SplitBatch) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
+        refuse_transforms()
         if batch.arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "

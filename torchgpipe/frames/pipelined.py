@@ -454,7 +454,8 @@ class _Pipelined(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("chunks", "schedule", "checkpoint") and not hasattr(self, name):  # It would have no effect.
             raise AttributeError(
-                f"{name} of a pipelined model cannot be set; call unpipelined(), then pipelined(..., {name}=...)"
+                f"{name} of a pipelined model cannot be set; call unpipelined().to('cpu'), and then "
+                f"pipelined(..., {name}=...)"
             )
         super().__setattr__(name, value)
 

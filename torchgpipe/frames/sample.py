@@ -63,7 +63,8 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         rounds: how often to trace the model
     """
     splitter = Splitter(module.forward, sample, no_chunk)
-    where = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    places = [*dict.fromkeys([parameter.device for parameter in module.parameters()])] or [torch.device("cpu")]
+    where = places[0]
     on_meta = where.type == "meta"
     sample = sample.mapped(lambda tensor: tensor.detach().to(where), caches=False)
     with untouched(module), torch.no_grad():
@@ -72,6 +73,11 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
             traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
             error.add_note("while the sample ran through the model, to find its spine")
+            if len(places) > 1:
+                error.add_note(
+                    f"the parameters are on {[*map(str, places)]}, where a pipeline may have left them: move the model "
+                    "to one device first, model.to('cpu')"
+                )
             if on_meta:
                 error.add_note(
                     "the sample runs on the meta device, which has no values: leave arguments out of the sample whose "

@@ -253,6 +253,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
         for child, attribute, tensor in _held(module)
         if (last := uses.last.get(id(tensor))) is not None and (id(tensor) not in uses.before or id(tensor) in changed)
     ]
+    rounded = [dtype for dtype in uses.dtypes if dtype.is_floating_point or dtype.is_complex]
     return Trace(
         calls,
         output,
@@ -261,7 +262,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
         keeps_tensors=any([id(tensor) not in uses.before for _, _, tensor in attributes(module)]),
         drawn=uses.drawn,
         labels=uses.labels,
-        epsilon=max([torch.finfo(dtype).eps for dtype in uses.dtypes if dtype.is_floating_point], default=0.0),
+        epsilon=max([torch.finfo(dtype).eps for dtype in rounded], default=0.0),
     )
 
 

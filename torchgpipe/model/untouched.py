@@ -84,6 +84,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._names = {child: {*child._buffers} for child in module.modules()}
         self._before = [
             (module_name, child, name, buffer, None if buffer is None else buffer.detach().clone())
             for module_name, child in module.named_modules()
@@ -102,7 +103,10 @@ class Buffers:
         return result
 
     def restore(self) -> None:
-        """Put all buffers and their values back."""
+        """Put all buffers and their values back, and remove those that are new."""
+        for child, names in self._names.items():
+            for name in child._buffers.keys() - names:
+                delattr(child, name)
         for _, child, name, buffer, value in self._before:
             child._buffers[name] = buffer
             if buffer is not None and value is not None:

@@ -5,11 +5,14 @@
 namespace late {
 
 Span::Span(const at::Tensor& t)
-    : data(t.numel() ? t.data_ptr() : nullptr), sizes(t.sizes().vec()), strides(t.strides().vec()), dtype(t.scalar_type()) {}
+    : data(t.numel() ? t.data_ptr() : nullptr), sizes(t.sizes().vec()), strides(t.strides().vec()), dtype(t.scalar_type()), conjugate(t.is_conj()), negative(t.is_neg()) {}
 
 at::Tensor Span::on_cpu() const {
   auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
-  return data ? at::from_blob(data, sizes, strides, options) : at::empty_strided(sizes, strides, options);
+  auto tensor = data ? at::from_blob(data, sizes, strides, options) : at::empty_strided(sizes, strides, options);
+  tensor._set_conj(conjugate);
+  tensor._set_neg(negative);
+  return tensor;
 }
 
 namespace {

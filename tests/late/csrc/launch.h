@@ -12,6 +12,7 @@ struct Span {
   void* data;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
+  bool conjugate, negative;  // Products of matrices take views that are conjugate, or negative, as they are.
   explicit Span(const at::Tensor& t);
   at::Tensor on_cpu() const;
 };
