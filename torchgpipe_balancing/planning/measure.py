@@ -37,9 +37,10 @@ from torchgpipe_balancing.planning.counting import counted
 from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
+__all__ = ["Recorded", "costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
 
 _KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
+_KINDS["recomputation"] = "R"  # Which takes as long as forward.
 
 #: What a layer takes, in seconds, by the names of `Layer`.
 Times: TypeAlias = dict[str, float]
@@ -189,7 +190,7 @@ class _Bench:
     def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[Times]], list[CellCosts]]:
         """Return for each size of a micro-batch the times of each layer, and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
-        runs = {key: _Recorded() for key in product(rows, schedules, (True, False))}
+        runs = {key: Recorded() for key in product(rows, schedules, (True, False))}
         end = time.perf_counter() + seconds
         done = 0
         while done < _ROUNDS or time.perf_counter() < end:
@@ -206,7 +207,7 @@ class _Bench:
         return [times for times, _ in of_rows], [cells for _, cells in of_rows]
 
     def _times_of(
-        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], _Recorded]
+        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], Recorded]
     ) -> tuple[list[Times], CellCosts]:
         layers, partitions = range(len(self._slowness)), range(len(self._devices))
         apart, together = (runs[rows, "1F1B", is_apart] for is_apart in (True, False))
@@ -236,7 +237,7 @@ class _Bench:
         n = len(self._devices)
         return max(2, n, min(2 * n, self._batch // rows))
 
-    def _simulated(self, run: _Recorded, m: int) -> float:
+    def _simulated(self, run: Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
         actions = program("1F1B", m, range(len(self._devices)))
         firsts = {next(action for action in of_device if action.kind == "B") for of_device in actions}
@@ -246,7 +247,7 @@ class _Bench:
         ).seconds
 
 
-class _Recorded:
+class Recorded:
     """What the steps of a pipeline have shown.
 
     Attributes:

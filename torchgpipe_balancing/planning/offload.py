@@ -31,7 +31,7 @@ from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.alternatives import rows_of
 from torchgpipe_balancing.planning.costs import Costs, in_proportion
 from torchgpipe_balancing.planning.counting import counted
-from torchgpipe_balancing.planning.measure import costs_of, seconds_of_copies
+from torchgpipe_balancing.planning.measure import Recorded, costs_of, seconds_of_copies
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
 from torchgpipe_balancing.planning.subject import Subject, Way, apply, subject_of
 
@@ -230,18 +230,16 @@ def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence
     samples = []
     for rows in sizes:
         step(_CHUNKS * rows)
+        recorded = Recorded()
         with record(pipeline, steps=_STEPS) as timeline:
             for _ in range(_STEPS):
                 step(_CHUNKS * rows)
-        forward, backward = [0.0 for _ in layers], [0.0 for _ in layers]
-        for span in timeline.spans:
-            if span.computes:
-                seconds = forward if span.kind == "forward" else backward  # With the recomputation.
-                seconds[span.partition] += span.seconds / (_STEPS * _CHUNKS)
+        recorded.add(timeline)
+        sized = [Layer(**in_proportion(layer, rows, sizes[0])) for layer in held]
         samples.append(
             [
-                replace(Layer(**in_proportion(layer, rows, sizes[0])), forward=a, backward=max(0.0, b - a))
-                for layer, a, b in zip(held, forward, backward)
+                replace(layer, forward=recorded.mean("F", k), backward=recorded.mean("B", k), first=recorded.first(k))
+                for k, layer in enumerate(sized)
             ]
         )
     return costs_of(subject, samples, sizes, [CellCosts()] * len(sizes))
