@@ -123,12 +123,12 @@ MADE: dict[str, Callable[[random.Random], int]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_many_layers(kind: str) -> None:
-    made = random.Random(kind)
+    rng = random.Random(kind)
 
     for layers, partitions in [(50, 6), (64, 3), (40, 20), (250, 32)]:
-        costs = [MADE[kind](made) for _ in range(layers)]
+        costs = [MADE[kind](rng) for _ in range(layers)]
         # A much costlier layer loosens the bound, so that many more splits are within it.
-        costs[made.randrange(layers)] += max(costs) * made.choice([0, 3, 10**6])
+        costs[rng.randrange(layers)] += max(costs) * rng.choice([0, 3, 10**6])
         loads = [sum(costs[a:b]) for a, b in pairwise(cuts_of(partition(costs, partitions)))]
 
         assert max(loads) == optimum(costs, partitions)
