@@ -30,19 +30,19 @@ from benchmarks.records import ratios, shown, spread, table_of
 PEERS = ("ours", "original")
 
 
-def random_costs(kind: str, made: random.Random, layers: int) -> list[int]:
+def random_costs(kind: str, rng: random.Random, layers: int) -> list[int]:
     """Return random costs in microseconds, as the original measures them."""
     if kind == "uniform":
-        return [made.randint(1, 1000) for _ in range(layers)]
+        return [rng.randint(1, 1000) for _ in range(layers)]
     if kind == "lognormal":
-        return [1 + round(made.lognormvariate(5, 1.5)) for _ in range(layers)]
+        return [1 + round(rng.lognormvariate(5, 1.5)) for _ in range(layers)]
     if kind == "one heavy":
-        costs = [made.randint(1, 1000) for _ in range(layers)]
-        costs[made.randrange(layers)] = sum(costs) // 3
+        costs = [rng.randint(1, 1000) for _ in range(layers)]
+        costs[rng.randrange(layers)] = sum(costs) // 3
         return costs
     # Blocks that repeat, each with a cheap and a costly layer, measured with some noise.
-    block = [made.choice([5, 20, 300, 2000]) for _ in range(made.randint(2, 5))]
-    return [1 + round(block[i % len(block)] * made.uniform(0.95, 1.05)) for i in range(layers)]
+    block = [rng.choice([5, 20, 300, 2000]) for _ in range(rng.randint(2, 5))]
+    return [1 + round(block[i % len(block)] * rng.uniform(0.95, 1.05)) for i in range(layers)]
 
 
 KINDS = ("uniform", "lognormal", "one heavy", "blocks")
@@ -97,11 +97,11 @@ def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, 
     progress = Progress(len(KINDS))
     for kind in KINDS:
         progress(f"vectors: {kind}")
-        made = random.Random(kind)
+        rng = random.Random(kind)
         ratios: dict[str, list[float]] = {name: [] for name in peers}
         seconds: dict[str, list[float]] = {name: [] for name in peers}
         for partitions in range(2, 9):
-            vectors = [random_costs(kind, made, made.randint(partitions, 64)) for _ in range(count // 7)]
+            vectors = [random_costs(kind, rng, rng.randint(partitions, 64)) for _ in range(count // 7)]
             for name, answer in compared(peers, vectors, partitions, limit).items():
                 ratios[name] += finished(answer["ratios"])
                 seconds[name] += finished(answer["seconds"])

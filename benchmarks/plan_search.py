@@ -34,11 +34,11 @@ BATCH, ROWS = 128, (1, 4, 16)
 
 def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Question:
     """Return a question about random layers without a limit of memory."""
-    made = Random(f"{kind} {seed}")
+    rng = Random(f"{kind} {seed}")
     layers = []
-    for k, cost in enumerate(random_costs(kind, made, size)):
-        backward, kept = made.uniform(1.5, 2.5), made.randint(1, 50) << 16
-        shared = kept // made.randint(2, 8)
+    for k, cost in enumerate(random_costs(kind, rng, size)):
+        backward, kept = rng.uniform(1.5, 2.5), rng.randint(1, 50) << 16
+        shared = kept // rng.randint(2, 8)
 
         samples = []
         for rows in ROWS:
@@ -46,7 +46,7 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
             halves = backward * forward / 2
             times = forward, 2 * halves, halves, halves
             samples.append(Layer(*times, kept=kept * rows, again=shared * rows, input=shared * rows))
-        parameters = made.randint(1, 50) << 16
+        parameters = rng.randint(1, 50) << 16
         layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(samples)))
     cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)
     costs = Costs(tuple(layers), ROWS, cells, 5e-6, 1e-10, "random", "none")

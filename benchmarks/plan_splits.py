@@ -39,21 +39,21 @@ NEAR = 1e-9
 NEARLY, MOST = 1.03, 0.95
 
 
-def random_problem(name: ScheduleName, made: random.Random, size: int, devices: int, m: int, share: float) -> Problem:
+def random_problem(name: ScheduleName, rng: random.Random, size: int, devices: int, m: int, share: float) -> Problem:
     """Return random layers for a schedule, on devices with a share of the memory that all activations of 1F1B take."""
     places = usual_places(name, devices)
-    costs = random_costs(made.choice(KINDS), made, size)
+    costs = random_costs(rng.choice(KINDS), rng, size)
     layers = tuple(
         Layer(
             cost * 1e-6,
-            cost * made.uniform(1.5, 2.5) * 1e-6,
-            cost * made.uniform(0.7, 1.3) * 1e-6,
-            cost * made.uniform(0.7, 1.3) * 1e-6,
-            kept=(kept := made.choice([10, 20, 50, made.randint(1, 100)])),
-            input=min(kept, made.choice([0, 10])),
-            waiting=made.choice([0, 5]),
+            cost * rng.uniform(1.5, 2.5) * 1e-6,
+            cost * rng.uniform(0.7, 1.3) * 1e-6,
+            cost * rng.uniform(0.7, 1.3) * 1e-6,
+            kept=(kept := rng.choice([10, 20, 50, rng.randint(1, 100)])),
+            input=min(kept, rng.choice([0, 10])),
+            waiting=rng.choice([0, 5]),
             crossing=10,
-            state=made.choice([0, 20]),
+            state=rng.choice([0, 20]),
         )
         for cost in costs
     )
@@ -86,13 +86,13 @@ def checked(count: int) -> list[dict[str, Any]]:
     progress = Progress(len(RESIDENT))
     for name in RESIDENT:
         progress(f"small problems: {name}")
-        made = random.Random(name)
+        rng = random.Random(name)
         row: dict[str, Any] = {"schedule": name, "problems": count, "misfits": 0, "optimal": 0, "near": 0, "wrong": 0}
         row["worst"] = 1.0
         for _ in range(count):
-            devices = made.choice([1, 2] if len(usual_places(name, 2)) > 2 else [2, 3])
-            size = made.randint(max(4, 2 * devices), 6)
-            problem = random_problem(name, made, size, devices, made.randint(1, 5), made.uniform(0.4, 1.5))
+            devices = rng.choice([1, 2] if len(usual_places(name, 2)) > 2 else [2, 3])
+            size = rng.randint(max(4, 2 * devices), 6)
+            problem = random_problem(name, rng, size, devices, rng.randint(1, 5), rng.uniform(0.4, 1.5))
             outcomes = (problem.outcome(choice) for choice in choices(problem))
             best = min([outcome.seconds for outcome in outcomes if problem.fits(outcome)], default=math.inf)
             search = solve(problem)
@@ -136,18 +136,18 @@ def by_original(tables: list[tuple[list[int], int]], limit: float) -> list[list[
 
 def compared(count: int, limit: float) -> dict[str, Any]:
     """Answer question 2."""
-    made = random.Random(0)
+    rng = random.Random(0)
     tables, problems, parameters = [], [], []
     for index in range(count):
-        size, partitions, m = made.randint(12, 64), made.randint(2, 8), made.choice([4, 8, 16, 32])
-        costs = random_costs(KINDS[index % len(KINDS)], made, size)
+        size, partitions, m = rng.randint(12, 64), rng.randint(2, 8), rng.choice([4, 8, 16, 32])
+        costs = random_costs(KINDS[index % len(KINDS)], rng, size)
         layers = tuple(Layer(cost / 3e6, cost / 1.5e6) for cost in costs)
         places = tuple(range(partitions))
         devices = tuple(Device(str(k)) for k in places)
         tables.append((costs, partitions))
         problems.append(Problem(layers, devices, places, program("1F1B", m, places)))
         # Of parameters one knows only that costly layers tend to have more.
-        parameters.append([round(cost * made.lognormvariate(0, 1)) for cost in costs])
+        parameters.append([round(cost * rng.lognormvariate(0, 1)) for cost in costs])
     ways: dict[str, list[list[int] | None]] = {
         "an even number of layers": [even(len(costs), partitions) for costs, partitions in tables],
         "by parameters": [partition(counts, n) for counts, (_, n) in zip(parameters, tables)],

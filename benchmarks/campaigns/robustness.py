@@ -10,20 +10,18 @@ The last part trains in one process, inline and at times through workers, with a
 what the process holds: memory, tensors, threads, open files.
 
     python -m benchmarks.campaigns.robustness                    # some hours on two cores
-    python -m benchmarks.campaigns.robustness --only models     # beside another part, in a process of its own
+    python -m benchmarks.campaigns.robustness --only models      # beside another part, in a process of its own
     python -m benchmarks.campaigns.robustness --models 1000 --faults 100 --programs 100 --cells 10000   # some minutes
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -147,14 +145,20 @@ def endurance(result: dict[str, Any]) -> str:
     return table(lines[:2] + lines[-1:], ["cells", "memory, MiB", "faults", "tensors", "threads", "open files"])
 
 
-def try_properties(kind: str, tests: list[str]) -> Callable[[argparse.Namespace], dict[str, Any]]:
-    return lambda args: {"tests": tests, **properties(tests, getattr(args, kind))}
+def random_part(name: str, tests: list[str]) -> Part:
+    """Return the part that tries these properties, as often as the option of its name says."""
+    return Part(
+        f"robustness:{name}",
+        lambda args: {"tests": tests, **properties(tests, getattr(args, name))},
+        {},
+        lambda result: [f"{name}: {result['examples']:,} tried, {result['failures']} failed"],
+    )
 
 
 PARTS = {
-    "models": Part("robustness:models", try_properties("models", MODELS), {}),
-    "faults": Part("robustness:faults", try_properties("faults", FAULTS), {}),
-    "programs": Part("robustness:programs", try_properties("programs", PROGRAMS), {}),
+    "models": random_part("models", MODELS),
+    "faults": random_part("faults", FAULTS),
+    "programs": random_part("programs", PROGRAMS),
     "endurance": Part(
         "robustness:endurance",
         lambda args: {"rows": list(train_long(args.cells))},
@@ -170,7 +174,6 @@ def main() -> None:
     program.add("--programs", type=int, default=100_000)
     program.add("--cells", type=int, default=1_000_000)
     program.run()
-    print(f"\n{robustness(json.loads(PARTS['models'].path().read_text()))}")
 
 
 if __name__ == "__main__":

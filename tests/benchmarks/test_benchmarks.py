@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("matplotlib")
 
@@ -22,6 +22,10 @@ from benchmarks import (
     memory,
     memory_capacity,
     peers,
+    plan_choice,
+    plan_models,
+    plan_prediction,
+    plan_splits,
     program,
     pytorch_pipelines,
     schedules,
@@ -109,10 +113,18 @@ TINY = [
     ("training", "step", "--models gpt --chunks 2 --shrink 16", "| what two threads allow ", "step"),
     ("training", "pipelined", "--models gpt --shrink 64", "over naive placement", ""),
     ("training", "accuracy", "--batches 512 --epochs 1 --seeds 2 --devices cpu", "| pipeline-512 ", ""),
+    ("plan", "prediction", "--seeds 1", "| predicted / measured step, off 1 in the median ", ""),
+    ("plan", "choice", "--rounds 1", "| planned way over the best of all, beyond the noise, ", ""),
+    ("plan", "splits", "--tables 5", "| by time, torchgpipe 0.0.7 ", ""),
+    ("plan", "search", "--search 8 2", "| lognormal | ", ""),
     ("mechanisms", "engine", "--devices cpu", "streams have nothing to overlap there", ""),
     ("mechanisms", "batchnorm", "--pairs 1 --turns 1 --peers ours", "ours in forward: at most", ""),
 ]
-FEW = {"training": "--turns 1 --steps 1", "mechanisms": "--turns 1 --steps 1"}
+FEW = {
+    "training": "--turns 1 --steps 1",
+    "mechanisms": "--turns 1 --steps 1",
+    "plan": "--shrink 100000 --measure 0 --turns 1 --steps 1",
+}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +154,13 @@ def test_every_part_of_every_program_runs(
     monkeypatch.setattr(training_cores, "PLACES", {name: training_cores.PLACES[name] for name in NAMES[:2]})
     monkeypatch.setattr(mechanisms, "SHAPE", (4, 2, 3, 3))
     monkeypatch.setitem(mechanisms.TASKS, "small", mechanisms.Task(1, 2, 4, 4, 2, 2))
+    tiny = nn.Sequential(*[nn.Linear(8, 8) for _ in range(plan_choice.LAYERS)])
+    monkeypatch.setitem(plan_models.FAMILIES, "mlp", lambda random: (tiny, torch.randn(4, 8)))
+    monkeypatch.setattr(plan_prediction, "FAMILIES", ("mlp",))
+    monkeypatch.setattr(plan_prediction, "LIMITED", 1)
+    for setting, value in {"MODELS": plan_choice.MODELS[:1], "CHUNKS": (4,), "SCHEDULES": ("1F1B",)}.items():
+        monkeypatch.setattr(plan_choice, setting, value)
+    monkeypatch.setattr(plan_splits, "by_original", lambda tables, limit: [None] * len(tables))
     result = run_parts(name, f"{FEW.get(name, '')} {options} --only {part}", monkeypatch, tmp_path)
     assert line in capsys.readouterr().out
     assert {"torch", "cpu", "cores", "commit"} <= set(result["environment"])

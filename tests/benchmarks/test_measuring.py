@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import schedules
+from benchmarks import plan_choice, plan_models, plan_prediction, schedules
 from benchmarks.cost import ideal_speed_up
 from benchmarks.mechanisms import places
 from benchmarks.memory_steps import MAKERS
@@ -163,6 +163,42 @@ def test_targets_are_held_against_the_limit_the_original_and_equal_memory() -> N
         ("original", "pipeline-1, always", 1.1, True),
         ("original", "pipeline-1, never", 0.9, False),
     ]
+
+
+# ---- Plans.
+
+
+@pytest.mark.parametrize("family", plan_models.FAMILIES)
+def test_a_seed_makes_the_same_model(family: str) -> None:
+    first, second = (plan_models.plan_model(family, 3) for _ in range(2))
+    assert str(first.model) == str(second.model)
+    assert (first.name, first.batch) == (second.name, second.batch)
+    assert all(map(torch.equal, first.model.parameters(), second.model.parameters()))
+    assert plan_models.mean_of_squares(first.model(first.sample)).isfinite()
+
+
+def test_aims_name_the_models_that_are_far_off() -> None:
+    def row(name: str, predicted: float, counted: float) -> dict[str, Any]:
+        turn = {"layers": 3, "batch": 8, "predicted": predicted, "measured": 1.0}
+        turn |= {"predicted_bytes": [100.0, 0.0], "measured_bytes": [counted, 0.0]}
+        return plan_prediction.row({"family": name, "seed": 0}, {}, [turn])
+
+    rows = [row("a", 1.05, 100.0), row("b", 0.75, 80.0), row("c", 0.95, 100.0)]
+    found = plan_prediction.summary(rows)
+    assert found["beyond"] == ["b 0"]
+    assert [round(aim["reached"], 9) for aim in found["aims"]] == [0.05, 2, 2]
+    assert [aim["met"] for aim in found["aims"]] == [True, False, False]
+    rows[1]["limit"] = 0.6
+    limited = plan_prediction.summary(rows)["aims"][2:]
+    assert [(round(aim["reached"], 9), aim["met"]) for aim in limited] == [(2, True), (0.25, False)]
+
+
+def test_the_noise_is_between_two_runs_of_the_planned_way() -> None:
+    seconds = {"a": [1.1, 1.1], "b": [1.0, 1.0], "c": [2.0, 2.0], plan_choice.AGAIN: [1.0, 1.2]}
+    answer = {"batch": 8, "planned": "a", "predicted": {"a": 1.0, "b": 1.0, "c": 1.0}, "seconds": seconds}
+    row = plan_choice.row({"family": "mlp", "seed": 0}, answer)
+    assert (row["best"], row["rank"], row["ways"]) == ("b", 2, 3)
+    assert row["chosen/best"] == pytest.approx(1.1) and row["noise"] == pytest.approx(0)
 
 
 # ---- PyTorch's own pipelines.

@@ -86,18 +86,16 @@ def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternativ
     near = [candidate for candidate in fitting[:count] if candidate.seconds <= _FAR * fitting[0].seconds]
     if len(near) < 2:
         return list(fitting)
-    seconds: list[list[float]] = [[] for _ in near]
-    failed: set[int] = set()
+    seconds: dict[int, list[float]] = {k: [] for k in range(len(near))}
     for _ in range(_TURNS):
-        for k, candidate in enumerate(near):
-            if k not in failed:
-                try:
-                    way = way_of(question, candidate)
-                    model, step = subject.pipeline(way)
-                    seconds[k] += timed(partial(step, question.batch), way.devices, 1 + _STEPS, model)[1:]
-                except torch.OutOfMemoryError:  # The margin was too small for it.
-                    failed.add(k)
-    ran = [replace(near[k], measured=statistics.median(seconds[k])) for k in range(len(near)) if k not in failed]
+        for k in [*seconds]:
+            try:
+                way = way_of(question, near[k])
+                model, step = subject.pipeline(way)
+                seconds[k] += timed(partial(step, question.batch), way.devices, 1 + _STEPS, model)[1:]
+            except torch.OutOfMemoryError:  # The margin was too small for it.
+                del seconds[k]
+    ran = [replace(near[k], measured=statistics.median(of_steps)) for k, of_steps in seconds.items()]
     return [*sorted(ran, key=lambda candidate: candidate.measured), *fitting[len(near) :]]
 
 

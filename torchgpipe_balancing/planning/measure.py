@@ -30,16 +30,16 @@ from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.schedule import ScheduleName, program, simulate
 from torchgpipe.timeline.recorder import record
-from torchgpipe.timeline.timeline import Timeline
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.counting import counted
 from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
 from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
+__all__ = ["Recorded", "costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
 
 _KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
+_KINDS["recomputation"] = "R"  # Which takes as long as forward.
 
 #: What a layer takes, in seconds, by the names of `Layer`.
 Times: TypeAlias = dict[str, float]
@@ -189,24 +189,20 @@ class _Bench:
     def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[Times]], list[CellCosts]]:
         """Return for each size of a micro-batch the times of each layer, and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
-        runs = {key: _Recorded() for key in product(rows, schedules, (True, False))}
+        runs = {key: Recorded() for key in product(rows, schedules, (True, False))}
         end = time.perf_counter() + seconds
-        done = 0
-        while done < _ROUNDS or time.perf_counter() < end:
+        rounds = 0
+        while rounds < _ROUNDS or time.perf_counter() < end:
             for (count, schedule, apart), recorded in runs.items():
                 m = self._chunks(count)
                 model, step = self._subject.pipeline(self._ways[apart]._replace(chunks=m, schedule=schedule))
-                run = partial(step, count * m)
-                timed(run, self._devices, 1, model)
-                with record(model, steps=_STEPS) as timeline:
-                    recorded.steps += timed(run, self._devices, _STEPS, model)
-                recorded.add(timeline)
-            done += 1
+                recorded.run(model, partial(step, count * m), self._devices)
+            rounds += 1
         of_rows = [self._times_of(count, runs) for count in rows]
         return [times for times, _ in of_rows], [cells for _, cells in of_rows]
 
     def _times_of(
-        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], _Recorded]
+        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], Recorded]
     ) -> tuple[list[Times], CellCosts]:
         layers, partitions = range(len(self._slowness)), range(len(self._devices))
         apart, together = (runs[rows, "1F1B", is_apart] for is_apart in (True, False))
@@ -236,7 +232,7 @@ class _Bench:
         n = len(self._devices)
         return max(2, n, min(2 * n, self._batch // rows))
 
-    def _simulated(self, run: _Recorded, m: int) -> float:
+    def _simulated(self, run: Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
         actions = program("1F1B", m, range(len(self._devices)))
         firsts = {next(action for action in of_device if action.kind == "B") for of_device in actions}
@@ -246,7 +242,7 @@ class _Bench:
         ).seconds
 
 
-class _Recorded:
+class Recorded:
     """What the steps of a pipeline have shown.
 
     Attributes:
@@ -258,6 +254,23 @@ class _Recorded:
         self.steps: list[float] = []
         self.windows: list[float] = []
         self._seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def run(self, pipeline: nn.Module, step: Callable[[], Any], devices: Sequence[torch.device]) -> None:
+        """Run a step of a pipeline to warm up, and add the cells of a few more."""
+        timed(step, devices, 1, pipeline)
+        with record(pipeline, steps=_STEPS) as timeline:
+            self.steps += timed(step, devices, _STEPS, pipeline)
+        spans = [span for span in timeline.spans if span.computes]
+        began = set()
+        for span in spans:  # In the order of time.
+            kind, key = _KINDS[span.kind], (span.step, span.partition)
+            is_first = kind in "BW" and key not in began
+            if is_first:
+                began.add(key)
+            self._seconds["first" if is_first else kind, span.partition].append(span.seconds)
+        for number in timeline.steps:
+            of_step = [span for span in spans if span.step == number]
+            self.windows.append(max([span.end for span in of_step]) - min([span.start for span in of_step]))
 
     def mean(self, kind: str, j: int) -> float:
         """Return the mean of the middle half of the seconds of an action in partition ``j``.
@@ -271,20 +284,6 @@ class _Recorded:
     def first(self, j: int) -> float:
         """Return how much longer the first backward of a step takes in partition ``j``."""
         return max(0.0, self.mean("first", j) - max(self.mean("B", j), self.mean("W", j)))
-
-    def add(self, timeline: Timeline) -> None:
-        """Add the cells of recorded steps."""
-        spans = [span for span in timeline.spans if span.computes]
-        began = set()
-        for span in spans:  # In the order of time.
-            kind, key = _KINDS[span.kind], (span.step, span.partition)
-            is_first = kind in "BW" and key not in began
-            if is_first:
-                began.add(key)
-            self._seconds["first" if is_first else kind, span.partition].append(span.seconds)
-        for step in timeline.steps:
-            of_step = [span for span in spans if span.step == step]
-            self.windows.append(max([span.end for span in of_step]) - min([span.start for span in of_step]))
 
 
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:

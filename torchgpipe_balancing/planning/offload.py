@@ -26,12 +26,11 @@ from torchgpipe.devices.memory import shown_size
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import Streamed, residency, streamed
-from torchgpipe.timeline.recorder import record
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.alternatives import rows_of
 from torchgpipe_balancing.planning.costs import Costs, in_proportion
 from torchgpipe_balancing.planning.counting import counted
-from torchgpipe_balancing.planning.measure import costs_of, seconds_of_copies
+from torchgpipe_balancing.planning.measure import Recorded, costs_of, seconds_of_copies
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
 from torchgpipe_balancing.planning.subject import Subject, Way, apply, subject_of
 
@@ -40,8 +39,8 @@ __all__ = ["OffloadPlan", "planned_offload"]
 _SLOTS = (2, 3, 4)
 _MOST_PARTITIONS = 1024
 
-#: What is measured: the steps, and the micro-batches of each.
-_STEPS, _CHUNKS = 2, 2
+#: How often steps are measured, so that a single delay does not count, and the micro-batches of each.
+_ROUNDS, _CHUNKS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -229,19 +228,14 @@ def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence
     pipeline, step = subject.pipeline(Way([1] * len(held), places, _CHUNKS, "LayerMajor", layers))
     samples = []
     for rows in sizes:
-        step(_CHUNKS * rows)
-        with record(pipeline, steps=_STEPS) as timeline:
-            for _ in range(_STEPS):
-                step(_CHUNKS * rows)
-        forward, backward = [0.0 for _ in layers], [0.0 for _ in layers]
-        for span in timeline.spans:
-            if span.computes:
-                seconds = forward if span.kind == "forward" else backward  # With the recomputation.
-                seconds[span.partition] += span.seconds / (_STEPS * _CHUNKS)
+        recorded = Recorded()
+        for _ in range(_ROUNDS):
+            recorded.run(pipeline, partial(step, _CHUNKS * rows), devices)
+        sized = [Layer(**in_proportion(layer, rows, sizes[0])) for layer in held]
         samples.append(
             [
-                replace(Layer(**in_proportion(layer, rows, sizes[0])), forward=a, backward=max(0.0, b - a))
-                for layer, a, b in zip(held, forward, backward)
+                replace(layer, forward=recorded.mean("F", k), backward=recorded.mean("B", k), first=recorded.first(k))
+                for k, layer in enumerate(sized)
             ]
         )
     return costs_of(subject, samples, sizes, [CellCosts()] * len(sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -24,9 +24,6 @@ from torchgpipe_balancing.planning.subject import apply, released, subject_of
 __all__ = ["Plan"]
 
 _VERSION = 1
-
-#: What is saved; the rest is given again.
-_SAVED = ("question", "fitting", "misfits", "without_limits", "with_more_memory", "with_one_more_device")
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,7 @@ class Plan:
     without_limits: float
     with_more_memory: float
     with_one_more_device: float
+    # What is not compared is not saved, and given again.
     sample: Any = field(default=None, repr=False, compare=False)
     target: Any = field(default=None, repr=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -171,7 +169,8 @@ class Plan:
         Args:
             path: the file to write, such as ``'plan.json'``
         """
-        content = {"version": _VERSION, **{name: _plain(getattr(self, name)) for name in _SAVED}}
+        saved = {field.name: _plain(getattr(self, field.name)) for field in fields(self) if field.compare}
+        content = {"version": _VERSION, **saved}
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
@@ -190,8 +189,8 @@ class Plan:
             content = None
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
-        types = get_type_hints(cls)
-        return cls(**{name: _made(types[name], content[name]) for name in _SAVED})
+        plan: Plan = _made(cls, content)
+        return plan
 
     def plot(self, path: str | PathLike[str] | None = None) -> str:
         """Draw the planned step: what each device does, and the memory that it holds, over time.

@@ -121,11 +121,8 @@ class Search:
         if self._misfit(cuts) <= 0:
             return cuts
         if all(len(partitions) == 1 for partitions in self._rehearsal.partitions):
-            full = self._filled(0.0)
-            if full is None:
-                return self._nearest(cuts)
             near = self._near(cuts)  # Nearer to even, if it fits.
-            return near if self._misfit(near) <= 0 else full
+            return near if self._misfit(near) <= 0 else self._filled(0.0) or self._nearest(cuts)
         most = max([float(held[..., 0].max()) for held in self._rehearsal.held])
         bytes = self._even([most * layer.kept + layer.state for layer in layers])
         cuts = min(self._near(cuts), self._near(bytes), key=self._misfit)

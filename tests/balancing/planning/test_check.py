@@ -107,6 +107,30 @@ def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.Monke
     assert found.measured_bytes == found.predicted_bytes
 
 
+def test_the_quickest_that_ran_comes_first_and_what_ran_out_of_memory_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {"1F1B": 3.0, "V-Half": 2.0}
+
+    class Stub:
+        def pipeline(self, way: Way) -> Any:
+            if way.schedule == "GPipe":
+                raise torch.OutOfMemoryError
+            return way.schedule, lambda rows: None
+
+    monkeypatch.setattr(check, "timed", lambda run, devices, steps, model: [9.0, *[seconds[model]] * (steps - 1)])
+    made = quick(mlp().to("meta"))
+    near: list[Any] = [replace(made.best, schedule=name, seconds=1.0) for name in ("GPipe", "1F1B", "V-Half")]
+    far = replace(made.best, seconds=1.2)
+    ran = check.tried_out(Stub(), made.question, [*near, far], 4)  # type: ignore[arg-type]
+    assert [(candidate.schedule, candidate.measured) for candidate in ran] == [
+        ("V-Half", 2.0),
+        ("1F1B", 3.0),
+        ("1F1B", 0),
+    ]
+    assert ran[-1] is far
+
+
 def test_a_timed_step_begins_when_devices_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(measure, "synchronize", lambda devices: order.append("synchronize"))

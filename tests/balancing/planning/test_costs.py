@@ -25,28 +25,26 @@ def costs(rows: tuple[int, ...], *samples: Layer) -> Costs:
     return Costs((layer,), rows, cells, 0.0, 0.0, "cpu", "loss_fn")
 
 
+THREE = {2: 10.0, 4: 20.0, 8: 80.0}
+BESIDE_THREE = {0.5: 2.5, 1: 5.0, 2: 10.0, 3: 15.0, 4: 20.0, 6: 50.0, 8: 80.0, 10: 110.0}
+
+
 @pytest.mark.parametrize(
-    ("rows", "expected"),
-    [(2, 10.0), (3, 15.0), (4, 20.0), (6, 50.0), (8, 80.0), (10, 110.0), (1, 5.0), (0.5, 2.5)],
+    ("known", "rows", "expected", "of_cell"),
+    [
+        *[(THREE, rows, expected, rows) for rows, expected in BESIDE_THREE.items()],
+        ({2: 10.0, 4: 2.0}, 6, 0.0, 6),  # A line that falls ends at 0.
+        # What fits with fewer rows is asked also where a single number of micro-batches was.
+        ({4: 10.0}, 2, 5.0, 4),
+    ],
 )
-def test_sizes_between_and_beyond_those_measured_are_on_the_nearest_line(rows: float, expected: float) -> None:
-    known = costs((2, 4, 8), *[sample(number, first=0.0) for number in (10.0, 20.0, 80.0)])
-    (layer,) = known.layers_at(rows, m=1, states=0.0)
+def test_sizes_between_and_beyond_those_measured_are_on_the_nearest_line(
+    known: dict[int, float], rows: float, expected: float, of_cell: float
+) -> None:
+    measured = costs((*known,), *[sample(number, first=0.0) for number in known.values()])
+    (layer,) = measured.layers_at(rows, m=1, states=0.0)
     assert layer.forward == layer.kept == layer.crossing == pytest.approx(expected)
-    assert known.cells_at(rows).forward == known.cells_at(rows).factor == pytest.approx(rows)
-
-
-def test_a_line_that_falls_ends_at_0() -> None:
-    (layer,) = costs((2, 4), sample(10.0), sample(2.0)).layers_at(6, m=1, states=0.0)
-    assert layer.forward == layer.kept == 0.0
-
-
-def test_from_one_size_others_follow_in_proportion() -> None:
-    """What fits with fewer rows is asked also where a single number of micro-batches was."""
-    known = costs((4,), sample(10.0, first=0.0))
-    (layer,) = known.layers_at(2, m=1, states=0.0)
-    assert (layer.forward, layer.kept) == (5.0, 5.0)
-    assert known.cells_at(2).factor == known.cells_at(4).factor == 4.0
+    assert measured.cells_at(rows).forward == measured.cells_at(rows).factor == pytest.approx(of_cell)
 
 
 def test_micro_batches_share_what_the_first_backward_takes_longer() -> None:

@@ -27,41 +27,41 @@ PLACES: dict[ScheduleName, list[list[int]]] = {
 
 #: What seconds and bytes are drawn from: layers that are alike, layers that take nothing, and very uneven ones.
 TABLES: list[tuple[Callable[[random.Random], float], Callable[[random.Random], int]]] = [
-    (lambda made: 1.0, lambda made: 4),
-    (lambda made: made.choice([0.0, 0.0, 1.5]), lambda made: made.randint(0, 3)),
-    (lambda made: float(made.randint(0, 5)), lambda made: made.choice([0, 1, 5, 7, 20])),
-    (lambda made: 10 ** made.uniform(-8, 8), lambda made: made.randint(0, 10**9)),
-    (lambda made: made.lognormvariate(0, 1), lambda made: made.randint(1, 100)),
+    (lambda rng: 1.0, lambda rng: 4),
+    (lambda rng: rng.choice([0.0, 0.0, 1.5]), lambda rng: rng.randint(0, 3)),
+    (lambda rng: float(rng.randint(0, 5)), lambda rng: rng.choice([0, 1, 5, 7, 20])),
+    (lambda rng: 10 ** rng.uniform(-8, 8), lambda rng: rng.randint(0, 10**9)),
+    (lambda rng: rng.lognormvariate(0, 1), lambda rng: rng.randint(1, 100)),
 ]
 
 
 def small(seed: int) -> Problem:
     """Return a random problem whose choices can all be compared."""
-    made = random.Random(seed)
-    name = made.choice(list(PLACES))
-    places = made.choice(PLACES[name])
-    recomputes = made.random() < 0.5
-    seconds, bytes = made.choice(TABLES)
+    rng = random.Random(seed)
+    name = rng.choice(list(PLACES))
+    places = rng.choice(PLACES[name])
+    recomputes = rng.random() < 0.5
+    seconds, bytes = rng.choice(TABLES)
     row = tuple(
         Layer(
-            *[seconds(made) for _ in range(4)],
-            kept=bytes(made),
-            **{name: made.randint(0, 2) for name in ("again", "input", "waiting", "crossing", "state")},
+            *[seconds(rng) for _ in range(4)],
+            kept=bytes(rng),
+            **{name: rng.randint(0, 2) for name in ("again", "input", "waiting", "crossing", "state")},
         )
-        for _ in range(made.randint(len(places), 6 if recomputes else 9))
+        for _ in range(rng.randint(len(places), 6 if recomputes else 9))
     )
     whole = sum([layer.kept + layer.state for layer in row]) or 1
     return Problem(
         row,
         tuple(
-            Device(str(k), made.choice([math.inf, made.uniform(0.0, 2.0) * whole]), made.choice([1.0, 1.0, 0.7, 2.0]))
+            Device(str(k), rng.choice([math.inf, rng.uniform(0.0, 2.0) * whole]), rng.choice([1.0, 1.0, 0.7, 2.0]))
             for k in set(places)
         ),
         tuple(places),
-        program(name, made.randint(1, 4), places),
-        cell=CellCosts(*[made.choice([0.0, 0.1, 0.5]) for _ in range(4)]),
-        latency=made.choice([0.0, 0.1, 0.5]),
-        per_byte=made.choice([0.0, 0.1, 0.5]),
+        program(name, rng.randint(1, 4), places),
+        cell=CellCosts(*[rng.choice([0.0, 0.1, 0.5]) for _ in range(4)]),
+        latency=rng.choice([0.0, 0.1, 0.5]),
+        per_byte=rng.choice([0.0, 0.1, 0.5]),
         recomputes=recomputes,
     )
 
@@ -96,9 +96,9 @@ def test_what_fits_is_found_also_where_devices_have_two_partitions(places: list[
     """Some balances that fit were lost, because no move of neighbouring cuts led to them."""
     n = max(places) + 1
     for seed in range(100):
-        made = random.Random(seed)
+        rng = random.Random(seed)
         row = tuple(
-            Layer(1, 2, 1, 1, kept=made.randint(1, 20), again=made.randint(0, 2), state=made.randint(0, 10))
+            Layer(1, 2, 1, 1, kept=rng.randint(1, 20), again=rng.randint(0, 2), state=rng.randint(0, 10))
             for _ in range(9)
         )
         actions = program("Interleaved1F1B", 2 * n, places)
@@ -109,10 +109,10 @@ def test_what_fits_is_found_also_where_devices_have_two_partitions(places: list[
 
 
 def test_many_layers_fit_with_the_layers_that_have_to_be_recomputed() -> None:
-    made = random.Random(0)
+    rng = random.Random(0)
     row = tuple(
         Layer(one, 2 * one, one, one, kept=100, input=10, state=50)
-        for one in [made.uniform(0.95, 1.05) for _ in range(100)]
+        for one in [rng.uniform(0.95, 1.05) for _ in range(100)]
     )
     devices = tuple(Device(str(k), 0.7 * 10_000 + 50 * 100 / 8) for k in range(8))
     problem = Problem(row, devices, tuple(range(8)), program("1F1B", 16, range(8)))
