@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Apply", "Chain", "Using"]
+__all__ = ["Apply", "Chain", "Using", "With"]
 
 
 class Apply(nn.Module):
@@ -31,6 +31,17 @@ class Using(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(self.linear, *inputs)
+
+
+class With(nn.Module):
+    """A layer that calls ``function(module, *inputs)`` with any module."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.module, *inputs)
 
 
 class Chain(nn.Module):

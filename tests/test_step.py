@@ -78,13 +78,17 @@ def lines(*layers: nn.Module) -> nn.Sequential:
 # ------------------------------------------------------------------------------------------------ what it computes
 
 
-def test_the_mean_over_tokens(devices: Devices) -> None:
-    """Padded targets weigh nothing, also in a micro-batch of nothing else; the last micro-batch is smaller."""
+@pytest.mark.parametrize("weight", [None, lambda target: (target != -100).sum()], ids=["by default", "given"])
+def test_the_mean_over_tokens(devices: Devices, weight: Any) -> None:
+    """Padded targets weigh nothing, also in a micro-batch of nothing else; the last micro-batch is smaller.
+
+    By default each row once weighed as much, and a micro-batch of nothing else was nan.
+    """
     x, _ = data(rows=7)
     y = torch.tensor([0, 1, -100, -100, 2, -100, 3])
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
     plain = copy.deepcopy(module)
-    model = stepping(module, devices(2), loss_fn=F.cross_entropy, weight=lambda target: (target != -100).sum())
+    model = stepping(module, devices(2), loss_fn=F.cross_entropy, weight=weight)
     loss = model.step(x, y)
     expected = F.cross_entropy(plain(x), y)
     expected.backward()

@@ -229,19 +229,6 @@ def test_labels_that_are_shifted_are_seen_in_a_sample_without_padding(by_name: b
     same(gradients(model), gradients(plain))
 
 
-def test_padding_counts_in_a_step_of_layers_too() -> None:
-    """Only pipelined models counted labels; of a GPipe, each row weighed as much, and one without labels was nan."""
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-    labels = labels_of_lengths(6, 6, 2, 2, 3, 1, 0, 0).roll(-1, 1)
-    layers = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).double()
-    expected = loss_fn(layers(IDS), labels).detach()
-    model = GPipe(layers, [1, 1], devices=TWO, chunks=4, loss_fn=loss_fn)
-    torch.testing.assert_close(model.step(IDS, labels), expected, rtol=1e-12, atol=0)
-
-
 # ------------------------------------------------------------------------------- containers, and tensors of other kinds
 
 

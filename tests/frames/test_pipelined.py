@@ -7,6 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -460,6 +461,17 @@ def unknown(self: Any, x: Tensor) -> Graph:
     return Graph(Chain.forward(self, x))
 
 
+def arrays(self: Any, x: Tensor) -> dict[str, Any]:
+    """The error was that of a comparison, without a name."""
+    y = Chain.forward(self, x)
+    return {"y": y, "other": y.detach().numpy()}
+
+
+def queues(self: Any, x: Tensor) -> dict[str, Any]:
+    y = Chain.forward(self, x)
+    return {"y": y, "other": deque([y.detach()])}
+
+
 def counts(self: Any, x: Tensor) -> dict[str, Any]:
     """Each micro-batch counted its own rows, and all agreed."""
     return {"y": Chain.forward(self, x), "rows": len(x), "width": 8}
@@ -501,8 +513,17 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (sequential, {"checkpoint": ["7"]}, ValueError, r"checkpoint names \['7'\]"),
     (sequential, {"checkpoint": "except_last"}, ValueError, "checkpoint='except_last' is for GPipe"),
     (sequential, {"sample": 3}, TypeError, "sample must be the arguments of one micro-batch"),
+    # Every micro-batch got all rows of later mini-batches.
+    (sequential, {"sample": X[:0]}, ValueError, r"the sample has no rows in \['input'\]"),
+    # These were errors in the first step only, without a name.
+    (sequential, {"loss_fn": "mse"}, TypeError, "loss_fn must be a function, .*, but got 'mse'"),
+    (sequential, {"weight": "mse"}, TypeError, "weight must be a function, .*, but got 'mse'"),
     (made(on_graphs), {"sample": ({"nodes": NESTED},)}, ValueError, r"\['graph.nodes'\] are nested tensors, .* pad"),
     (made(counts), {}, ValueError, "the output 'rows' is int, which depends on the rows"),
+    *[
+        (made(forward), {}, ValueError, r"the output 'other' is .*, which differs between micro-batches")
+        for forward in (arrays, queues)
+    ],
     *OUTPUTS,
 ]
 
@@ -609,6 +630,18 @@ def test_a_table_goes_whole_also_if_it_has_as_many_rows_as_the_batch(data: dict[
     assert torch.equal(output["logits"], expected)
     output["logits"].sum().backward()
     same({"table": table.grad}, {"table": grad})
+
+
+def test_rows_are_those_of_what_is_split() -> None:
+    """They were those of the table, so that every micro-batch got all rows of the other."""
+
+    def forward(self: Any, x: Tensor | None = None, y: Tensor | None = None, *, table: Tensor) -> Any:
+        return Chain.forward(self, y if x is None else x) + table.sum(0)  # type: ignore[arg-type]
+
+    model, table, y = made(forward)(), torch.randn(5, 2), torch.randn(6, 2)
+    expected = torch.cat([model(table=table, y=part) for part in y.chunk(4)])
+    pipelined(model, {"x": y[:3], "table": table}, chunks=4, devices=TWO)
+    assert torch.equal(model(table=table, y=y), expected)
 
 
 def test_an_output_that_all_micro_batches_share() -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from tests.layers import Apply, Using
+from tests.layers import Apply, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
@@ -62,31 +62,16 @@ class Affine(nn.Module):
         return (x * self.weight).tanh() + x
 
 
-class Scaled(nn.BatchNorm1d):
-    """A user's subclass with operations before and after the norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + 1) * 3
-
-
-class Twice(nn.Module):
-    """A layer that runs one norm twice on each input."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        z: Tensor = self.norm(x * x + 5)
-        return y + z
+def twice(norm: nn.Module) -> nn.Module:
+    """Return a layer that runs one norm twice on each input."""
+    return With(norm, lambda norm, x: norm(x) + norm(x * x + 5))
 
 
 #: A layer, made of a norm. Cells sum the gradients of what runs twice in another order, so that one is frozen.
 LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "norm": lambda norm: norm,
     "norm inside": lambda norm: nn.Sequential(Affine(), norm, nn.ReLU()),
-    "norm that runs twice": lambda norm: Twice(norm.requires_grad_(False)),
+    "norm that runs twice": lambda norm: twice(norm.requires_grad_(False)),
     "norm in evaluation": lambda norm: norm.eval(),
 }
 
@@ -178,8 +163,7 @@ def test_like_the_whole_mini_batch(
 
 def test_a_layer_that_does_not_always_run(pipe: Pipe, checkpoint: str) -> None:
     x = torch.cat([data(2, 3).detach().abs(), -data(2, 3).detach().abs(), data(2, 3, seed=1).detach().abs()])
-    skips = Using(lambda norm, x: norm(x) if x[0, 0] > 0 else x)
-    skips.linear = nn.BatchNorm1d(3)
+    skips = With(nn.BatchNorm1d(3), lambda norm, x: norm(x) if x[0, 0] > 0 else x)
     model, whole = deferred(pipe, checkpoint, skips)
     outcome(model, x)
     whole(x[[0, 1, 4, 5]])
@@ -240,7 +224,7 @@ def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
 
 def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
     """The mini-batch is that of the outer pipeline."""
-    inner = nn.Sequential(Affine(), nn.BatchNorm1d(3), Twice(nn.BatchNorm1d(3)))
+    inner = nn.Sequential(Affine(), nn.BatchNorm1d(3), twice(nn.BatchNorm1d(3)))
     whole = copy.deepcopy(nn.Sequential(*inner)).double()
     nested = pipe(inner, [1, 2], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
     model = pipe(nn.Sequential(nn.Identity(), nested), [1, 1], chunks=3, checkpoint=checkpoint).double()
@@ -297,7 +281,7 @@ def test_mini_batch() -> None:
 
 def test_calls_of_a_pipeline_in_a_mini_batch(pipe: Pipe, checkpoint: str) -> None:
     """Gradients are accumulated over several calls: one mini-batch for the statistics and for the optimizer."""
-    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), Twice(nn.BatchNorm1d(3)))
+    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), twice(nn.BatchNorm1d(3)))
     x = data(24, 3)
     with mini_batch(2):
         for part in x.chunk(2):
@@ -496,6 +480,11 @@ def test_a_compiled_module_is_not_called_in_place_of_the_converted_one() -> None
 
 def test_a_forward_of_its_own_is_refused() -> None:
     """Operations of such a forward, around the normalisation or instead of it, would be lost."""
+
+    class Scaled(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 1) * 3
+
     patched = nn.BatchNorm1d(3)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     for norm in (Scaled(3), patched):

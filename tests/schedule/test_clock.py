@@ -26,11 +26,3 @@ def test_every_cell_runs_once_at_clock_i_plus_j(m: int, n: int) -> None:
         assert all(i + j == clock for i, j in cells)
         assert [j for _, j in cells] == sorted({j for _, j in cells}), "in the order of their partitions, each once"
     assert sorted(cell for cells in clocks for cell in cells) == [(i, j) for i in range(m) for j in range(n)]
-
-
-@given(m=st.integers(1, 12), n=st.integers(1, 12))
-def test_a_cell_comes_after_those_that_it_needs(m: int, n: int) -> None:
-    clock_of = {cell: clock for clock, cells in enumerate(clock_cycles(m, n)) for cell in cells}
-    for (i, j), clock in clock_of.items():
-        assert i == 0 or clock_of[i - 1, j] < clock, "the device was busy with the micro-batch before"
-        assert j == 0 or clock_of[i, j - 1] < clock, "the input came from the partition before"
