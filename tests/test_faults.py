@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import torchgpipe.engine.forward_pass
 from tests.conftest import VARIANTS, Pipe
 from tests.faults import Cell, Fault, Plan, build, note, rows
-from tests.plain import plain_outcome
+from tests.plain import assert_equal, plain_outcome
 from tests.random_pipelines import MODES, Placing, in_order, placings
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.ambient import Ambient
@@ -67,11 +67,6 @@ def grads_of(model: nn.Module) -> list[Tensor | None]:
 
 def copies(values: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if value is None else value.clone() for value in values]
-
-
-def assert_equal(actual: Iterable[Any], expected: Iterable[Any]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert a is b is None or torch.equal(a, b)
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +180,7 @@ def test_any_faults(executor: str, data: st.DataObject) -> None:
     model.load_state_dict(before)
     assert torch.equal(run(), result)
     assert_equal(grads_of(model), grads)
-    assert_equal(model.buffers(), counted)
+    assert_equal([*model.buffers()], counted)
 
 
 def assert_place_of_call(

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
 from tests.layers import Apply, Using
+from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
 from torchgpipe.replay import random_numbers
 from torchgpipe.schedule import Action, program
@@ -36,19 +37,6 @@ def plain_step(module: nn.Module, inputs: list[Any], losses: Callable[[int, Any]
         share.backward()
         total += share.detach()
     return total
-
-
-def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: None if grad is None else grad.cpu() for name, grad in grads.items()}
-
-
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        other = actual[name]
-        same = other is value is None or (other is not None and value is not None and torch.equal(other, value))
-        assert same, f"{name} differs"
 
 
 def mlp(width: int = 6, layers: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -149,7 +137,7 @@ def test_layers_that_are_named_are_recomputed_one_by_one(devices: Devices) -> No
     x, y = data()
     model, plain = watched(devices(2), ["b", "c", "f"]), watched(["cpu"] * 2, "never")
     assert torch.equal(model.step(x, y), plain.step(x, y))
-    assert_equal(grads_of(model), grads_of(plain))
+    assert_equal(gradients(model), gradients(plain))
     assert "".join(seen) == "cb" * 4
     assert "checkpoint=('b', 'c', 'f')" in repr(model)
     for training, expected in ((True, "bcf" * 4), (False, "")):
@@ -195,7 +183,7 @@ def test_values_beside_the_loss_are_gathered_without_a_graph(devices: Devices, r
     model, reference = stepping(mlp(), devices(4), loss_fn=scored), stepping(mlp(), devices(4))
     loss, values = model.step(x, y)
     assert torch.equal(loss, reference.step(x, y))
-    assert_equal(grads_of(model), grads_of(reference))
+    assert_equal(gradients(model), gradients(reference))
     outputs = [mlp()(part) for part in x.chunk(4)]
     assert torch.equal(values["output"], torch.cat(outputs)) and not values["output"].requires_grad
     assert values["count"].tolist() == [(output > part).sum() for output, part in zip(outputs, y.chunk(4))]
@@ -216,7 +204,7 @@ def test_a_scaler_scales_gradients_and_not_the_loss(devices: Devices, checkpoint
             plain, list(x.chunk(4)), lambda i, out: theirs.scale(F.mse_loss(out, y.chunk(4)[i]) * (2 / 8))
         )
         assert torch.equal(loss * 1024, scaled.to(loss))
-        assert_equal(grads_of(model), grads_of(plain))
+        assert_equal(gradients(model), gradients(plain))
         for scaler, optimizer in zip((ours, theirs), optimizers, strict=True):
             scaler.step(optimizer)
             scaler.update()
@@ -528,7 +516,7 @@ def test_a_group_norm_is_differentiated_as_a_whole(devices: Devices) -> None:
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
     stepping(module, devices(4), schedule="ZeroBubble", loss_fn=lambda output, _: output.square().mean()).step(x)
     plain_step(plain, list(x.chunk(4)), lambda _, output: output.square().mean() * (1 / 4))
-    assert_equal(grads_of(module), grads_of(plain))
+    assert_equal(gradients(module), gradients(plain))
 
 
 def test_a_split_backward_without_a_gradient_of_the_input_is_left_to_its_second_half() -> None:
@@ -544,7 +532,7 @@ def test_a_split_backward_without_a_gradient_of_the_input_is_left_to_its_second_
     options = {"chunks": 3, "schedule": "V-Half", "checkpoint": "except_last"}
     stepping(module, ["cpu", "cpu"], loss_fn=lambda output, _: output.square().sum(), **options).step(x)
     plain_step(plain, list(x.chunk(3)), lambda _, output: output.square().sum() * (1 / 3))
-    assert_equal(grads_of(module), grads_of(plain))
+    assert_equal(gradients(module), gradients(plain))
 
 
 def test_a_captured_tensor_in_a_partition_without_parameters(devices: Devices) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import torchgpipe
-from tests.conftest import Pipe
-from tests.plain import assert_same, outcome, plain_outcome
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 sys.path.append(str(ROOT / "examples"))
@@ -23,33 +19,6 @@ pytest.importorskip("tqdm")
 from unet import counted_step, draw_images, main, unet, without_portals  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def model() -> nn.Sequential:
-    return unet(depth=2, width=2).double()
-
-
-@pytest.fixture
-def images() -> torch.Tensor:
-    return draw_images(5, 8, torch.Generator().manual_seed(0))[0].double()
-
-
-@pytest.mark.parametrize("balance", [[6], [2, 2, 2], [1, 2, 2, 1], [1] * 6], ids=str)
-def test_a_unet_through_portals_equals_the_plain_one(
-    pipe: Pipe, checkpoint: str, balance: list[int], model: nn.Sequential, images: torch.Tensor
-) -> None:
-    pipeline = pipe(copy.deepcopy(model), balance, chunks=3, checkpoint=checkpoint)
-    assert_same(outcome(pipeline, images), plain_outcome(model, images, chunks=3))
-
-
-def test_a_unet_without_portals_equals_the_one_with_them(
-    pipe: Pipe, checkpoint: str, model: nn.Sequential, images: torch.Tensor
-) -> None:
-    expected = plain_outcome(copy.deepcopy(model), images, chunks=3)
-    pipeline = pipe(without_portals(model), [2, 2, 2], chunks=3, checkpoint=checkpoint)
-    # The layers are shared, so gradients and buffers have the names of both models.
-    assert_same(outcome(model, images, run=lambda images: pipeline((images,))[0]), expected)
 
 
 # With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8, the skips are 4 x 2 x 8 x 8 from the first partition to the

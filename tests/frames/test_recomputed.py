@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from tests.frames.models import TWO, Chain, chain, gradients
 from tests.layers import Using
+from tests.plain import assert_equal
 from tests.replay.test_own_checkpoints import Own
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
 
@@ -52,13 +53,6 @@ def trained(model: Any, run: str, x: Tensor = X, within: Context = nullcontext) 
     left = {f"gradient of {name}": grad for name, grad in gradients(model).items()}
     left |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return {**left, "loss": loss.detach(), "drawn": drawn, "drawn next": torch.rand(3)}
-
-
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        other = expected[name]
-        assert (value is None and other is None) or torch.equal(value, other), name
 
 
 def assert_recomputes_the_same(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.layers import Chain
-from tests.plain import tensors
+from tests.plain import assert_equal, tensors
 from torchgpipe import GPipe, NoChunk, pipelined
 from torchgpipe.model.microbatch import Batch, gather, scatter
 
@@ -102,20 +102,6 @@ def test_what_is_scattered_and_gathered_is_as_before(data: st.DataObject, batch:
     batches = scatter((value,), chunks, CPU)
     assert len(batches) == len(numbers(batch).chunk(chunks))
     assert_equal(gather(batches), value)
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    assert type(actual) is type(expected)
-    if isinstance(expected, Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        for key in expected:
-            assert_equal(actual[key], expected[key])
-    elif expected is not None:
-        assert len(actual) == len(expected)
-        for a, b in zip(actual, expected):
-            assert_equal(a, b)
 
 
 @pytest.mark.parametrize("call", ["forward", "step"])

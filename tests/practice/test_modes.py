@@ -63,27 +63,6 @@ def test_layers_are_frozen_and_thawed_between_steps(pipe: Pipe, checkpoint: str)
         assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
 
 
-def test_frozen_layers_in_front_run_once_and_are_not_differentiated(pipe: Pipe) -> None:
-    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
-    layers[:2].requires_grad_(False)
-    model = pipe(layers, [2, 1, 1], chunks=2, checkpoint="always")
-    runs, backwards = [0] * 4, [0] * 4
-
-    def count(k: int) -> Any:
-        def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
-            runs[k] += 1
-            if output.requires_grad:
-                output.register_hook(lambda _: backwards.__setitem__(k, backwards[k] + 1))
-
-        return hook
-
-    for k, layer in enumerate(layers):
-        layer.register_forward_hook(count(k))
-    model(data(5)).sum().backward()
-    assert runs == [2, 2, 4, 4]
-    assert backwards == [0, 0, 2, 2]
-
-
 def test_backward_within_the_block_that_saves_on_the_cpu(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
     """`replay/test_ambient.py` has the block around the call alone."""
     x = data(6)

@@ -142,9 +142,3 @@ def test_a_table_of_two_layers_on_one_device(checkpoint: str) -> None:
     actual = outcome(GPipe(module, [1, 1, 1], devices=devices, chunks=3, checkpoint=checkpoint), x)
     torch.testing.assert_close(actual.param_grads, expected.param_grads)
     assert torch.equal(actual.output, expected.output)
-
-
-def test_a_table_of_two_layers_on_two_devices_is_refused() -> None:
-    module = nn.Sequential(OrderedDict(Tied().named_children()))
-    with pytest.raises(ValueError, match=r"'table\.weight' .* is also 'score\.weight' .*keep its layers together"):
-        GPipe(module, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"])
