@@ -66,24 +66,6 @@ def equal(
 # ------------------------------------------------------------------------------------------------------ hooks
 
 
-def test_an_optimizer_in_the_backward(model: GPipe, layers: nn.Sequential) -> None:
-    """A gradient is used up as soon as it is computed: no later computation needs the parameter."""
-    x = batch()
-    expected = torch.autograd.grad(plain(layers, x).square().sum(), list(layers.parameters()))
-    wanted = [p.detach() - 0.1 * grad for p, grad in zip(layers.parameters(), expected, strict=True)]
-
-    def step(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        with torch.no_grad():
-            parameter.sub_(0.1 * parameter.grad)
-        parameter.grad = None
-
-    for parameter in layers.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    model(x).square().sum().backward()
-    assert equal(layers.parameters(), wanted)
-
-
 def test_a_hook_of_the_input(model: GPipe, layers: nn.Sequential) -> None:
     """The hook receives the gradient of the whole mini-batch once, for a leaf and for a computed input."""
 

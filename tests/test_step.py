@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
-from tests.layers import Apply, Using
+from tests.layers import Apply, Chain, Using
 from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
 from torchgpipe.replay import random_numbers
@@ -299,6 +299,28 @@ def test_what_is_missing_or_does_not_fit_is_refused(call: Callable[[], Any], mes
     GPipe(mlp(), [1] * 4, devices=FOUR)  # never steps
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda **options: GPipe(nn.Sequential(*Chain().layers), [1, 1], devices=["cpu", "cpu"], **options),
+        lambda **options: pipelined(Chain(), torch.randn(2, 2), devices=["cpu", "cpu"], partitions=2, **options),
+    ],
+    ids=["GPipe", "pipelined"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_fn": F.mse_loss}, {"loss_fn": lambda output, _: output.mean(), "weight": len}],
+    ids=["loss_fn", "weight"],
+)
+def test_a_loss_that_misses_its_target_says_so(made: Callable[..., Any], options: dict[str, Any]) -> None:
+    """In ``step(x, y)`` of a pipelined model, y once was an argument of the model, and the error one of None."""
+    model, x = made(chunks=2, **options), torch.randn(4, 2)
+    with pytest.raises((AttributeError, TypeError)) as raised:
+        model.step(x)
+    assert raised.value.__notes__[0] == "no target was given: step(..., target=y)"
+    model.step(x, target=x)
+
+
 # ------------------------------------------------------------------------------------------------ autocast
 
 
@@ -412,22 +434,54 @@ def test_a_layer_that_begins_to_draw_is_noticed(checkpoint: str) -> None:
     assert results[0] == results[1]
 
 
-def test_what_hooks_draw_at_backward_stays_drawn(devices: Devices) -> None:
+def of_layers(layers: nn.Sequential, devices: list[str], **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    model = stepping(layers, devices, **options)
+    return model, model.step
+
+
+def of_any_module(layers: nn.Sequential, devices: list[str], **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    settings: dict[str, Any] = {"chunks": 4, "loss_fn": F.mse_loss, **options, "balance": "parameters"}
+    model: Any = pipelined(layers, data(2)[0], devices=devices, **settings)
+    return model, lambda x, y: model.step(x, target=y)
+
+
+fronts = pytest.mark.parametrize("front", [of_layers, of_any_module])
+
+
+@fronts
+def test_what_hooks_draw_at_backward_stays_drawn(devices: Devices, front: Any) -> None:
     """The generator was put back behind the seed of the step, so the noise of the next step was that of this one."""
     noise = []
 
     def hooked(x: Tensor) -> Tensor:
-        x.register_hook(lambda grad: noise.append(torch.rand(4)))
+        if x.requires_grad:
+            x.register_hook(lambda grad: noise.append(torch.rand(4)))
         return x * 1
 
     layers = mlp(dropout=0.3)
     layers[2] = Apply(hooked)
-    model = stepping(layers, devices(4), checkpoint="never")
+    _, step = front(layers, devices(3), balance=[1, 1, 2], checkpoint="never")
+    noise.clear()
     x, y = data()
     for _ in range(3):
-        model.step(x, y)
+        step(x, y)
     numbers = torch.cat(noise).tolist()
-    assert len(set(numbers)) == len(numbers)
+    assert len(set(numbers)) == len(numbers) > 0
+
+
+@fronts
+@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. a training call runs as one micro-batch")
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_an_empty_mini_batch_does_not_tell_whether_layers_draw(devices: Devices, front: Any, checkpoint: str) -> None:
+    """Dropout draws nothing for it, and was taken for a layer that never draws: it lost its seeds for good."""
+    x, y = data()
+    losses = []
+    for first in (0, 8):
+        model, step = front(mlp(dropout=0.3), devices(4), checkpoint=checkpoint)
+        _ = step(x[:first], y[:first]) if front is of_layers else model(x[:first])
+        torch.manual_seed(2)
+        losses.append(step(x, y))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -488,20 +542,6 @@ def test_a_pipelined_layer_draws_the_same_on_any_devices(checkpoint: str) -> Non
     expected = run(["cpu"] * 2)
     torch.manual_seed(0)
     assert torch.equal(run(FOUR[:2]), expected)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_an_empty_mini_batch_does_not_tell_whether_layers_draw(devices: Devices, checkpoint: str) -> None:
-    """Dropout draws nothing for it, and was taken for a layer that never draws: it lost its seeds for good."""
-    x, y = data()
-
-    def run(first: int) -> Tensor:
-        model = stepping(mlp(dropout=0.3), devices(4), checkpoint=checkpoint)
-        model.step(x[:first], y[:first])
-        torch.manual_seed(2)
-        return model.step(x, y)
-
-    assert run(0) == run(8)
 
 
 # ------------------------------------------------------------------------------------------------ bugs

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.frames.models import (
     same,
     sample_of,
 )
+from tests.layers import Using
 from torchgpipe import GPipe, pipelined
 from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.schedule import Action, program
@@ -327,20 +329,6 @@ def test_dropout_that_begins_later_is_an_error_once(data: dict[str, Tensor]) -> 
         model.step(**data)
     assert all(value is None for value in gradients(model).values())
     model.step(**data)
-
-
-@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. a training call runs as one micro-batch")
-def test_an_empty_mini_batch_does_not_tell_what_is_drawn() -> None:
-    """After one, layers that draw once drew without seeds, so the numbers depended on the partitions."""
-    outputs = []
-    for devices in (["cpu"] * 2, TWO):
-        torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(2, 9), nn.Dropout(), nn.Linear(9, 9), nn.Dropout())
-        model: Any = pipelined(made, X[:2], chunks=2, devices=devices)
-        model(X[:0])
-        torch.manual_seed(1)
-        outputs.append(model(X))
-    assert torch.equal(*outputs)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -698,19 +686,13 @@ def test_few_frames_are_under_way_at_a_time(schedule: str, places: list[int]) ->
     """The first worker began all frames at once. Each has a thread, which takes memory of each device."""
     names: set[str] = set()
 
-    class Noted(nn.Tanh):
-        def forward(self, x: Tensor) -> Tensor:
-            names.add(threading.current_thread().name)
-            if not self.last:
-                return super().forward(x)
-            # Slower than the others: they would run ahead.
-            return torch.stack([super(Noted, self).forward(x) for _ in range(50)]).mean(0)
-
-        last = False
+    def noted(linear: nn.Linear, x: Tensor, times: int) -> Tensor:
+        names.add(threading.current_thread().name)
+        return torch.stack([linear(x).tanh() for _ in range(times)]).mean(0)
 
     n, m = len(places), 16
-    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), Noted()) for _ in range(n)])
-    model[-1][-1].last = True
+    # The last one is slower than the others: they would run ahead.
+    model: Any = nn.Sequential(*[Using(partial(noted, times=50 if j == n - 1 else 1)) for j in range(n)])
     devices, loss_fn = [f"cpu:{place}" for place in places], nn.functional.mse_loss
     options: Any = {"balance": [1] * n, "chunks": m, "schedule": schedule, "loss_fn": loss_fn, "devices": devices}
     pipelined(model, torch.randn(m, 4), **options)
