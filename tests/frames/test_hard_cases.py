@@ -87,9 +87,7 @@ def test_a_pipeline_within_the_forward(kind: str) -> None:
     model, plain = make(Chain())
     for one, within in ((model, inner), (plain, plain_inner)):
         one.between = lambda self, k, x, first, within=within: x + within(first.detach()) if k in (0, 3) else x
-    run(plain)
-    model(X).square().sum().backward()
-    same(gradients(model), gradients(plain))
+    expect_same(model, plain)
     same(gradients(inner), gradients(plain_inner), tolerance=1e-10)
 
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgpipe
 from tests.distributed.launch import launch
+from tests.engine.test_threads import build
 from tests.layers import Using, With
 from torchgpipe import GPipe, pipelined
 from torchgpipe.batchnorm import mini_batch
@@ -85,12 +86,6 @@ def case(*ways: Way) -> Callable[[Case], Case]:
         return function
 
     return add
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-    return layers.double()
 
 
 def data(size: int, step: int = 0) -> tuple[Tensor, Tensor]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-import torchgpipe
 from tests.conftest import Pipe
 from tests.layers import Using
 from tests.plain import assert_same, outcome, plain_outcome
@@ -95,13 +92,3 @@ def test_all_that_is_saved_goes_through_the_hooks(pipe: Pipe, module: nn.Sequent
     assert packed.count("forward") == 2 * checkpointed + all_of_a_micro_batch * (3 - checkpointed)
     assert packed.count("backward") == all_of_a_micro_batch * checkpointed
     assert unpacked == ["backward"] * len(packed)
-
-
-def test_the_example_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
-    from adapters import main
-
-    main(["--steps", "2", "--batch", "4", "--width", "8", "--layers", "3", "--blocks", "1", "--rank", "1"])
-    out = capsys.readouterr().out
-    assert "8 of " in out and "down.weight" in out

@@ -23,7 +23,7 @@ from torchgpipe import GPipe
 sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
 pytest.importorskip("tqdm")
 
-from taken_apart import as_in_layers, as_in_model, gpt2_layers, main, names_in, resnet_layers
+from taken_apart import as_in_layers, as_in_model, gpt2_layers, names_in, resnet_layers
 
 
 def step(model: Any, *inputs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -74,17 +74,6 @@ def test_gpt2_with_two_tables_is_refused(gpt2: Any) -> None:
     gpt2.lm_head.weight = nn.Parameter(gpt2.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match="lm_head has weights of its own"):
         gpt2_layers(gpt2)
-
-
-@pytest.mark.parametrize("model", ["gpt2", "resnet50"])
-def test_the_example(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip({"gpt2": "transformers", "resnet50": "torchvision"}[model])
-    main([model, "--steps", "1", "--batch", "4"])
-    out = capsys.readouterr().out
-    for what in ("logits", "gradients"):
-        assert float(out.partition(f"{what} differ by at most ")[2].split()[0]) < 1e-4
-    theirs, ours = out.rsplit("the original, with what was learnt: ")[1].split("; the pipeline: ")
-    assert float(theirs) == pytest.approx(float(ours), abs=1e-2)
 
 
 # Weights
