@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from tests.frames.models import TWO, Chain, chain, gradients
 from tests.layers import Using
 from tests.plain import assert_equal
-from tests.replay.test_own_checkpoints import Own
+from tests.replay.test_own_checkpoints import own
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -251,9 +251,9 @@ def test_two_checkpoints_of_the_models_own_at_once(reentrant: bool, run: str) ->
     One left it where the other had set it, so a loop drew the same numbers in every mini-batch.
     """
     results = []
-    for own, devices in ((None, ["cpu"]), (reentrant, TWO)):
+    for mode, devices in ((None, ["cpu"]), (reentrant, TWO)):
         torch.manual_seed(0)
-        model: Any = Chain(*[Own(0.5, own) for _ in range(4)]).double()
+        model: Any = Chain(*[own(0.5, mode) for _ in range(4)]).double()
         pipelined(model, X[:2], chunks=6, devices=devices, loss_fn=lambda y, _: mean(y))
         torch.manual_seed(3)
         x = X.clone().requires_grad_()  # for reentrant checkpoints

@@ -201,21 +201,11 @@ def parts_are_frozen(way: Way) -> None:
         trial.check()
 
 
-class Branch(nn.Module):
-    """A layer that uses one of two layers, chosen by the first number of its input, and never the third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.above, self.below, self.never = (nn.Linear(2, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.above(x) if x[0, 0] > 0 else self.below(x)
-        return y
-
-
 def branch(layers: nn.Sequential) -> None:
+    """Begin with a layer that uses one of two, chosen by the first number of its input, and never the third."""
     torch.manual_seed(1)
-    layers[0] = Branch().double()
+    three = nn.ModuleList([nn.Linear(2, 3) for _ in range(3)])
+    layers[0] = With(three, lambda three, x: three[0 if x[0, 0] > 0 else 1](x)).double()
 
 
 def signed(step: int, signs: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -115,16 +114,11 @@ def test_weights_go_from_the_original_to_the_pipeline_and_back(pipe: Pipe) -> No
 # One table shared by the first and the last layer
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.think, self.score = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
-        self.score.weight = self.table.weight
-
-
 def test_a_table_of_two_layers_on_one_device(checkpoint: str) -> None:
     """The last partition returns to the device of the first partition."""
-    module = nn.Sequential(OrderedDict(Tied().double().named_children()))
+    table, think, score = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
+    score.weight = table.weight
+    module = nn.Sequential(table, think, score).double()
     x = torch.randint(11, (6, 3))
     expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
     devices = ["cpu:0", "cpu:1", "cpu:0"]
