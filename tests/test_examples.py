@@ -74,14 +74,28 @@ def test_rebalance(example: Example) -> None:
     assert sum(line.startswith("total") for line in lines) == 3
 
 
-def distributed_language_model(arguments: list[str]) -> str:
-    """Run the example in a process that has a process group, and return its output."""
+def said_in_a_group(name: str, arguments: str) -> str:
+    """Run an example in a process that has a process group, and return its output."""
     sys.path.append(str(EXAMPLES))
-    sys.argv = ["distributed_language_model.py", *arguments]
-    dist.init_process_group = dist.destroy_process_group = lambda **options: None
+    sys.argv = [f"{name}.py", *arguments.split()]
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
     with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()):
-        runpy.run_path(str(EXAMPLES / "distributed_language_model.py"))["main"]()
+        names = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+        if name == "ddp":  # whose main starts the processes
+            names["train"](dist.get_rank(), "", names["parse_options"](arguments.split()))
+        else:
+            names["main"]()
     return said.getvalue()
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+def test_ddp() -> None:
+    pytest.importorskip("tqdm")
+    said, nothing = launch(2, said_in_a_group, "ddp", "--steps 3 --batch 16")
+    first, second = said.splitlines()
+    assert first == "parameters and statistics of the processes differ by 0.0"
+    assert "of new excerpts are recognised" in second
+    assert nothing == ""
 
 
 @needs_stages
@@ -90,7 +104,7 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
 ) -> None:
     small = f"{SMALL} --steps 6 --curve {tmp_path / 'curve.png'}"
     once = example("language_model", f"--pipeline --sample 1 --timeline {tmp_path / 'timeline.svg'} {small}", OF_MODEL)
-    said = launch(2, distributed_language_model, small.split())
+    said = launch(2, said_in_a_group, "distributed_language_model", small)
     assert all(re.match(rf"rank {rank}\b", text) for rank, text in enumerate(said))
     losses = re.findall(r"\d\.\d{6}", said[0])
     assert len(losses) == 2

@@ -7,15 +7,10 @@ reports what failed. The reference is the plain model, in the same process, on t
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
-import io
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import torchgpipe
 from tests.distributed.launch import launch
 from tests.engine.test_threads import build
 from tests.layers import Using, With
@@ -42,7 +36,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 WORLD = 2
 CHUNKS = 3
 BALANCE = [2, 1, 2]
@@ -471,8 +464,8 @@ def what_would_wait_for_ever_is_refused(way: Way) -> None:
 # -------------------------------------------------------------------------------------------------------- the processes
 
 
-def run_all(folder: str) -> dict[str, list[str]]:
-    """Run all cases and the example in one process, and return what failed in each, and what the example says."""
+def run_all() -> dict[str, list[str]]:
+    """Run all cases in one process, and return what failed in each."""
     warnings.simplefilter("error")
     # DDP warns if it looks for unused parameters and finds none.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
@@ -491,27 +484,13 @@ def run_all(folder: str) -> dict[str, list[str]]:
             dist.all_reduce(failed)
             if failed:
                 dist.barrier()
-    if importlib.util.find_spec("tqdm"):
-        reports["example"] = output_of_the_example(folder)
     return reports
 
 
-def output_of_the_example(folder: str) -> list[str]:
-    """Run it in the group that is there."""
-    sys.path.append(str(EXAMPLES))
-    example = importlib.import_module("ddp")
-    output, ignored = io.StringIO(), lambda *args, **options: None
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(io.StringIO()):
-        patch.setattr(dist, "init_process_group", ignored)
-        patch.setattr(dist, "destroy_process_group", ignored)
-        example.train(dist.get_rank(), folder, example.parse_options(["--steps", "3", "--batch", "16"]))
-    return output.getvalue().splitlines()
-
-
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+def reports() -> list[dict[str, list[str]]]:
     """Return the reports of both processes."""
-    return launch(WORLD, run_all, str(tmp_path_factory.mktemp("ddp")), timeout=60, limit=200)
+    return launch(WORLD, run_all, timeout=60, limit=200)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -519,11 +498,3 @@ def test_two_processes(reports: list[dict[str, list[str]]], name: str) -> None:
     for report in reports:
         if report[name]:
             pytest.fail("\n".join(report[name]), pytrace=False)
-
-
-def test_the_example(reports: list[dict[str, list[str]]]) -> None:
-    pytest.importorskip("tqdm")
-    first, second = (report["example"] for report in reports)
-    assert first[0] == "parameters and statistics of the processes differ by 0.0"
-    assert "of new excerpts are recognised" in first[1]
-    assert second == []
