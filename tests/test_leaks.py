@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -22,6 +22,8 @@ from tests.conftest import Devices, Pipe
 from tests.layers import Using
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.schedule import clock_cycles
+
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 MODES = ["always", "except_last", "never"]
 
@@ -92,13 +94,6 @@ def run_by_the_clock(layers: nn.Sequential, balance: list[int], x: Tensor, chunk
     output = torch.cat(batches) if len(batches) > 1 else batches[0]
     output.kept = kept  # type: ignore[attr-defined]
     return output
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 OPERATIONS_OF_ALL_KINDS = ["scale", "exp", "shift", "sin", "itself", "scale", "view", "exp", "sin"]

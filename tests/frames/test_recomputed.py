@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -153,6 +152,7 @@ def test_a_graph_that_is_kept_is_recomputed_again() -> None:
         assert torch.equal(2 * once[name], both), name  # type: ignore[operator, arg-type]
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_activations_are_not_kept() -> None:
     def keeps(linear: nn.Linear, x: Tensor) -> Tensor:
         y = linear(x).exp()
@@ -161,15 +161,11 @@ def test_activations_are_not_kept() -> None:
 
     held: list[weakref.ref[Tensor]] = []
     model = two(nn.Sequential(Using(keeps), nn.BatchNorm1d(4)))
-    gc.disable()
-    try:
-        held.clear()
-        loss = model(X).sum()
-        assert [one() for one in held] == 3 * [None]
-        loss.backward()
-        assert [one() for one in held] == 6 * [None]
-    finally:
-        gc.enable()
+    held.clear()
+    loss = model(X).sum()
+    assert [one() for one in held] == 3 * [None]
+    loss.backward()
+    assert [one() for one in held] == 6 * [None]
 
 
 class Noise(nn.Linear):

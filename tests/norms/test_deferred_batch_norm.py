@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
+from tests.engine.test_threads import in_threads
 from tests.layers import Apply, Weighted, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
@@ -200,17 +200,16 @@ def test_a_call_that_fails_leaves_nothing(pipe: Pipe, checkpoint: str) -> None:
 def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
     """With an average over all mini-batches, the order in which they are counted does not matter.
 
-    Threads take turns often, so that two would be in a norm at once without its lock.
+    Threads take turns often (`in_threads`), so that two would be in a norm at once without its lock.
     """
     model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3, momentum=None), scaling(), nn.Identity())
     inputs = [data(6 + 2 * (k % 2), 3, seed=k) for k in range(24)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda x: model(x).sum().backward(), inputs))
-    finally:
-        sys.setswitchinterval(before)
+
+    def train(of_thread: list[Tensor]) -> None:
+        for x in of_thread:
+            model(x).sum().backward()
+
+    in_threads(*[partial(train, inputs[k::4]) for k in range(4)])
     for x in inputs:
         whole(x)
     assert_same_statistics(model, whole)

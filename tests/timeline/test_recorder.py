@@ -366,20 +366,17 @@ def test_only_the_last_steps_are_kept() -> None:
         timeline.of_step(0)
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
     """Tensors are freed without the help of the garbage collector."""
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
     seen: list[weakref.ref[Tensor]] = []
     model[1].register_forward_hook(lambda _, inputs, output: seen.extend([weakref.ref(inputs[0]), weakref.ref(output)]))
     gc.collect()
-    gc.disable()
-    try:
-        timeline = recorded(model)
-        assert timeline.spans
-        assert len(seen) >= 2 * M
-        assert [ref() for ref in seen if ref() is not None] == []
-    finally:
-        gc.enable()
+    timeline = recorded(model)
+    assert timeline.spans
+    assert len(seen) >= 2 * M
+    assert [ref() for ref in seen if ref() is not None] == []
 
 
 def test_a_backward_outside_the_block_is_not_recorded(pipe: Pipe, checkpoint: str) -> None:
