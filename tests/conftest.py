@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -164,6 +165,23 @@ def young_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Let cycles stay, so that a test sees what they hold."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT be a KeyboardInterrupt, also in a background job, which ignores the signal."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture(autouse=True)

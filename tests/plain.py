@@ -21,8 +21,10 @@ from torchgpipe import NoChunk
 
 __all__ = [
     "Outcome",
+    "assert_equal",
     "assert_same",
     "assert_unchanged",
+    "gradients",
     "loss_of",
     "mapped",
     "on_host",
@@ -77,6 +79,11 @@ def on_host(tensor: Any) -> Any:
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return copies of the gradients of parameters in host memory, by name."""
+    return {name: on_host(parameter.grad) for name, parameter in model.named_parameters()}
+
+
 def plain_outcome(module: nn.Sequential, *inputs: Any, chunks: int, loss: Loss | None = None) -> Outcome:
     """Return the outcome of a training step of the plain ``module``, run micro-batch by micro-batch."""
     return outcome(module, *inputs, loss=loss, run=partial(run_plain, module, chunks=chunks))
@@ -101,7 +108,7 @@ def outcome(model: nn.Module, *inputs: Any, loss: Loss | None = None, run: Calla
     return Outcome(
         output=mapped(on_host, output),
         input_grads=[on_host(x.grad) for x in tensors(inputs)],
-        param_grads={name: on_host(parameter.grad) for name, parameter in model.named_parameters()},
+        param_grads=gradients(model),
         buffers={name: on_host(buffer) for name, buffer in model.named_buffers()},
     )
 
@@ -127,21 +134,34 @@ def loss_of(output: Any, used: Sequence[bool] = ()) -> Tensor | None:
 
 def assert_same(actual: Outcome, expected: Outcome) -> None:
     """Assert that nothing differs, not even in the last bit, and that no superfluous gradient is present."""
-    _assert_equal(actual.output, expected.output, "output")
+    assert_equal(actual.output, expected.output, "output")
     for k, (a, b) in enumerate(zip(actual.input_grads, expected.input_grads, strict=True)):
-        _assert_equal(a, b, f"gradient of input {k}")
-    assert list(actual.param_grads) == list(expected.param_grads)
-    for name, gradient in expected.param_grads.items():
-        _assert_equal(actual.param_grads[name], gradient, f"gradient of {name}")
-    assert list(actual.buffers) == list(expected.buffers)
-    for name, buffer in expected.buffers.items():
-        _assert_equal(actual.buffers[name], buffer, name)
+        assert_equal(a, b, f"gradient of input {k}")
+    assert_equal(actual.param_grads, expected.param_grads, "gradients")
+    assert_equal(actual.buffers, expected.buffers, "buffers")
+
+
+def assert_equal(actual: Any, expected: Any, what: str = "value") -> None:
+    """Assert that nested values are of the same types and equal to the last bit."""
+    if isinstance(expected, Tensor):
+        assert isinstance(actual, Tensor), f"{what} is {actual}, not a tensor"
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    elif isinstance(expected, dict):
+        assert type(actual) is type(expected) and list(actual) == list(expected), what
+        for key in expected:
+            assert_equal(actual[key], expected[key], f"{what}[{key!r}]")
+    elif isinstance(expected, (tuple, list)):
+        assert type(actual) is type(expected) and len(actual) == len(expected), what
+        for k, (a, b) in enumerate(zip(actual, expected)):
+            assert_equal(a, b, f"{what}[{k}]")
+    else:
+        assert actual == expected, f"{what} is {actual}, not {expected}"
 
 
 def assert_unchanged(inputs: Any, before: Any) -> None:
     """Assert that inputs are as they were before a call."""
     for given, kept in zip(tensors(inputs), tensors(before), strict=True):
-        _assert_equal(given.detach(), kept.detach(), "the caller's input")
+        assert_equal(given.detach(), kept.detach(), "the caller's input")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -194,19 +214,3 @@ def _merge(outputs: Sequence[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(_merge(items) for items in zip(*outputs, strict=True))
     return first
-
-
-def _assert_equal(actual: Any, expected: Any, what: str) -> None:
-    if isinstance(expected, Tensor):
-        assert isinstance(actual, Tensor), f"{what} is {actual}, not a tensor"
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected), what
-        for key in expected:
-            _assert_equal(actual[key], expected[key], f"{what}[{key!r}]")
-    elif isinstance(expected, (tuple, list)):
-        assert type(actual) is type(expected) and len(actual) == len(expected), what
-        for k, (a, b) in enumerate(zip(actual, expected)):
-            _assert_equal(a, b, f"{what}[{k}]")
-    else:
-        assert actual == expected, f"{what} is {actual}, not {expected}"

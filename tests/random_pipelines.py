@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tests.clocks import clocked
 from tests.conftest import ALL_VARIANTS
-from tests.plain import Outcome, assert_unchanged, loss_of, mapped, on_host, pieces, run_plain, tensors
+from tests.plain import Outcome, assert_unchanged, gradients, loss_of, mapped, on_host, pieces, run_plain, tensors
 from tests.recipes import KINDS, RECIPES, USES, First, Recipe, Skip, node
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.schedule import Action, Program, program, simulate
@@ -218,7 +218,7 @@ class Case:
         return Outcome(
             output=[*outputs, sorted(heard, key=lambda pair: pair[0])],
             input_grads=[on_host(x.grad) for x in tensors(batches)],
-            param_grads={name: on_host(parameter.grad) for name, parameter in model.named_parameters()},
+            param_grads=gradients(model),
             buffers={name: on_host(buffer) for name, buffer in model.named_buffers()},
         )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.layers import Apply, Using
+from tests.layers import Apply, Using, With
 from tests.plain import tensors
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
@@ -57,14 +57,8 @@ class Counter(nn.Module):
         return x
 
 
-class Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.embedding(tokens)
-        return embedded.sum(1)
+def embed() -> nn.Module:
+    return With(nn.Embedding(8, 4), lambda embedding, tokens: embedding(tokens).sum(1))
 
 
 class Cubed(torch.autograd.Function):
@@ -211,8 +205,8 @@ RECIPES = [
     # Layers of integers.
     Recipe("argsort", "vector", "tokens", lambda: Apply(lambda x: x.argsort(1)[:, :3]), "exact"),
     Recipe("other tokens", "tokens", "tokens", lambda: Apply(lambda x: (x + 1) % 8), "exact"),
-    Recipe("embedding", "tokens", "vector", Embed, "exact"),
-    Recipe("frozen embedding", "tokens", "vector", lambda: frozen(Embed()), "exact"),
+    Recipe("embedding", "tokens", "vector", embed, "exact"),
+    Recipe("frozen embedding", "tokens", "vector", lambda: frozen(embed()), "exact"),
     # Layers of images.
     Recipe("to image", "vector", "image", lambda: nn.Unflatten(1, (2, 2)), "exact"),
     Recipe("flatten", "image", "vector", nn.Flatten, "exact"),

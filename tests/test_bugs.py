@@ -43,13 +43,8 @@ class Scaled(nn.Module):
         return x * self.weight * self.scale
 
 
-class Bias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias[None]
+def bias() -> nn.Module:
+    return Using(lambda linear, x: x + linear.bias[None])
 
 
 def of_integers() -> list[nn.Module]:
@@ -105,12 +100,12 @@ def test_what_once_went_wrong_is_as_in_the_plain_model(
 
 @pytest.mark.parametrize("run", ["forward", "step"])
 def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe, checkpoint: str, run: str) -> None:
-    """With one row, autograd makes one tensor the gradient of the input of `Bias` and of its parameter.
+    """With one row, autograd makes one tensor the gradient of the input of `bias` and of its parameter.
 
     The parameter's became ``.grad``, the input's waited for the partition before; meanwhile the next micro-batch added
     to ``.grad`` in place. So gradients of earlier partitions were wrong, depending on which worker was faster.
     """
-    parts = [(nn.Linear(4, 4), nn.Tanh(), Bias()) for _ in range(3)]
+    parts = [(nn.Linear(4, 4), nn.Tanh(), bias()) for _ in range(3)]
     layers = nn.Sequential(*[layer for part in parts for layer in part]).double()
     x = torch.randn(8, 4, dtype=torch.float64)
     expected = plain_outcome(layers, x, chunks=8, loss=torch.mean).param_grads

@@ -277,14 +277,6 @@ def deep() -> nn.Sequential:
 ROWS = 1 << (15 if not LATE else 8)
 
 
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.usefixtures("no_collection")
 @every_mode
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU], [GPU, "cpu"], ["cpu", GPU]], ids=str)

@@ -74,14 +74,28 @@ def test_rebalance(example: Example) -> None:
     assert sum(line.startswith("total") for line in lines) == 3
 
 
-def distributed_language_model(arguments: list[str]) -> str:
-    """Run the example in a process that has a process group, and return its output."""
+def said_in_a_group(name: str, arguments: str) -> str:
+    """Run an example in a process that has a process group, and return its output."""
     sys.path.append(str(EXAMPLES))
-    sys.argv = ["distributed_language_model.py", *arguments]
-    dist.init_process_group = dist.destroy_process_group = lambda **options: None
+    sys.argv = [f"{name}.py", *arguments.split()]
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
     with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()):
-        runpy.run_path(str(EXAMPLES / "distributed_language_model.py"))["main"]()
+        names = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+        if name == "ddp":  # whose main starts the processes
+            names["train"](dist.get_rank(), "", names["parse_options"](arguments.split()))
+        else:
+            names["main"]()
     return said.getvalue()
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+def test_ddp() -> None:
+    pytest.importorskip("tqdm")
+    said, nothing = launch(2, said_in_a_group, "ddp", "--steps 3 --batch 16")
+    first, second = said.splitlines()
+    assert first == "parameters and statistics of the processes differ by 0.0"
+    assert "of new excerpts are recognised" in second
+    assert nothing == ""
 
 
 @needs_stages
@@ -90,7 +104,7 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
 ) -> None:
     small = f"{SMALL} --steps 6 --curve {tmp_path / 'curve.png'}"
     once = example("language_model", f"--pipeline --sample 1 --timeline {tmp_path / 'timeline.svg'} {small}", OF_MODEL)
-    said = launch(2, distributed_language_model, small.split())
+    said = launch(2, said_in_a_group, "distributed_language_model", small)
     assert all(re.match(rf"rank {rank}\b", text) for rank, text in enumerate(said))
     losses = re.findall(r"\d\.\d{6}", said[0])
     assert len(losses) == 2
@@ -144,6 +158,54 @@ def test_four_partitions_share_fewer_accelerators(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     assert devices_for(4) == (shared and [torch.device("cuda", index) for index in shared])
+
+
+def test_adapters(example: Example) -> None:
+    out = example("adapters", "--steps 2 --batch 4 --width 8 --layers 3 --blocks 1 --rank 1", "tqdm")
+    assert "8 of " in out and "down.weight" in out
+
+
+@pytest.mark.parametrize(("model", "needs"), [("gpt2", "transformers"), ("resnet50", "torchvision")])
+def test_taken_apart(model: str, needs: str, example: Example) -> None:
+    out = example("taken_apart", f"{model} --steps 1 --batch 4", f"tqdm {needs}")
+    for what in ("logits", "gradients"):
+        assert float(out.partition(f"{what} differ by at most ")[2].split()[0]) < 1e-4
+    theirs, ours = out.rsplit("the original, with what was learnt: ")[1].split("; the pipeline: ")
+    assert float(theirs) == pytest.approx(float(ours), abs=1e-2)
+
+
+def test_unet(tmp_path: Path, example: Example) -> None:
+    picture = tmp_path / "new" / "unet.png"
+    small = f"--steps 2 --depth 2 --width 2 --size 16 --batch 4 --balance 2 2 2 --out {picture}"
+    out = example("unet", small, OF_MODEL)
+    assert picture.stat().st_size > 0
+    assert "mean IoU" in out and "no shapes" in out
+    assert "The losses of the 2 steps differ by at most 0.0e+00" in out
+    assert "0 and 2" in out and "2 and 3" not in out  # three partitions
+
+
+# With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8, the skips are 4 x 2 x 8 x 8 from the first partition to the
+# last, and 4 x 4 x 4 x 4 to the second. The activations at the ends of partitions are 4 x 4 x 2 x 2 and 4 x 4 x 4 x 4.
+# A number has 4 bytes.
+LONG, SHORT, FIRST, SECOND = 2048, 1024, 256, 1024
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_what_a_unet_copies_is_counted(checkpoint: str, chunks: int) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    names = runpy.run_path(str(EXAMPLES / "unet.py"))
+    model = names["unet"](depth=2, width=2)
+    images, _ = names["draw_images"](4, 8, torch.Generator().manual_seed(0))
+    expected = {
+        "portals": {(0, 1): FIRST + SHORT, (0, 2): LONG, (1, 2): SECOND},
+        "tuples": {(0, 1): FIRST + SHORT + LONG, (1, 2): SECOND + LONG},
+    }
+    ways = {"portals": (model, images), "tuples": (names["without_portals"](model), (images,))}
+    for way, (layers, input) in ways.items():
+        devices = ["cpu:0", "cpu:1", "cpu:2"]
+        _, copied = names["counted_step"](layers, input, [2, 2, 2], devices, chunks, checkpoint)
+        assert copied == {**expected[way], **{(b, a): count for (a, b), count in expected[way].items()}}
 
 
 def test_mixed_precision(main: Callable[..., Any]) -> None:

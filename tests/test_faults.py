@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import os
 import signal
 import threading
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 import torchgpipe.engine.forward_pass
 from tests.conftest import VARIANTS, Pipe
 from tests.faults import Cell, Fault, Plan, build, note, rows
-from tests.plain import plain_outcome
+from tests.plain import assert_equal, plain_outcome
 from tests.random_pipelines import MODES, Placing, in_order, placings
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.ambient import Ambient
@@ -67,11 +66,6 @@ def grads_of(model: nn.Module) -> list[Tensor | None]:
 
 def copies(values: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if value is None else value.clone() for value in values]
-
-
-def assert_equal(actual: Iterable[Any], expected: Iterable[Any]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert a is b is None or torch.equal(a, b)
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +179,7 @@ def test_any_faults(executor: str, data: st.DataObject) -> None:
     model.load_state_dict(before)
     assert torch.equal(run(), result)
     assert_equal(grads_of(model), grads)
-    assert_equal(model.buffers(), counted)
+    assert_equal([*model.buffers()], counted)
 
 
 def assert_place_of_call(
@@ -348,6 +342,7 @@ def test_backward_can_be_tried_again(pipe: Pipe, plan: Plan) -> None:
 
 
 @every_phase
+@pytest.mark.usefixtures("no_collection")
 def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> None:
     """Every computed tensor is freed when the caller has dropped the exception and the output.
 
@@ -356,17 +351,13 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
     model = pipe(build(plan, 3), [2, 2, 2], chunks=3, checkpoint=checkpoint)
     plan.add((1, 1), phase)
 
-    gc.disable()
-    try:
-        for _ in range(2):
-            with suppress(Fault):
-                step(model, 3)
-        # After an error, the autograd engine's queue keeps its ready tasks until the next backward.
-        torch.ones((), requires_grad=True).backward()
-        assert plan.storages
-        assert not plan.alive("forward") and not plan.alive("recomputation")
-    finally:
-        gc.enable()
+    for _ in range(2):
+        with suppress(Fault):
+            step(model, 3)
+    # After an error, the autograd engine's queue keeps its ready tasks until the next backward.
+    torch.ones((), requires_grad=True).backward()
+    assert plan.storages
+    assert not plan.alive("forward") and not plan.alive("recomputation")
 
 
 # ------------------------------------------------------------------------------------------------- interrupts
@@ -375,6 +366,7 @@ def test_nothing_leaks(pipe: Pipe, plan: Plan, checkpoint: str, phase: str) -> N
 @pytest.mark.on_late
 @every_phase
 @pytest.mark.parametrize("steps", [True, False], ids=["step", "backward"])
+@pytest.mark.usefixtures("interruptible")
 def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
     """A signal arrives while a layer computes: the main thread waits for this layer, or runs it."""
 
@@ -394,12 +386,8 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
     grads = grads_of(model)
     values = copies(grads)
     plan.add((0, 1), phase, press)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    with pytest.raises(KeyboardInterrupt):
+        run()
     for grad, before, value in zip(grads_of(model), grads, values, strict=True):
         assert grad is before and (not steps or torch.equal(grad, value))
     with suppress(KeyboardInterrupt):

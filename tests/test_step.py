@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
-from tests.layers import Apply, Using
+from tests.layers import Apply, Chain, Using
+from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
 from torchgpipe.replay import random_numbers
 from torchgpipe.schedule import Action, program
@@ -36,19 +37,6 @@ def plain_step(module: nn.Module, inputs: list[Any], losses: Callable[[int, Any]
         share.backward()
         total += share.detach()
     return total
-
-
-def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: None if grad is None else grad.cpu() for name, grad in grads.items()}
-
-
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        other = actual[name]
-        same = other is value is None or (other is not None and value is not None and torch.equal(other, value))
-        assert same, f"{name} differs"
 
 
 def mlp(width: int = 6, layers: int = 4, dropout: float = 0.0) -> nn.Sequential:
@@ -78,13 +66,17 @@ def lines(*layers: nn.Module) -> nn.Sequential:
 # ------------------------------------------------------------------------------------------------ what it computes
 
 
-def test_the_mean_over_tokens(devices: Devices) -> None:
-    """Padded targets weigh nothing, also in a micro-batch of nothing else; the last micro-batch is smaller."""
+@pytest.mark.parametrize("weight", [None, lambda target: (target != -100).sum()], ids=["by default", "given"])
+def test_the_mean_over_tokens(devices: Devices, weight: Any) -> None:
+    """Padded targets weigh nothing, also in a micro-batch of nothing else; the last micro-batch is smaller.
+
+    By default each row once weighed as much, and a micro-batch of nothing else was nan.
+    """
     x, _ = data(rows=7)
     y = torch.tensor([0, 1, -100, -100, 2, -100, 3])
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
     plain = copy.deepcopy(module)
-    model = stepping(module, devices(2), loss_fn=F.cross_entropy, weight=lambda target: (target != -100).sum())
+    model = stepping(module, devices(2), loss_fn=F.cross_entropy, weight=weight)
     loss = model.step(x, y)
     expected = F.cross_entropy(plain(x), y)
     expected.backward()
@@ -145,7 +137,7 @@ def test_layers_that_are_named_are_recomputed_one_by_one(devices: Devices) -> No
     x, y = data()
     model, plain = watched(devices(2), ["b", "c", "f"]), watched(["cpu"] * 2, "never")
     assert torch.equal(model.step(x, y), plain.step(x, y))
-    assert_equal(grads_of(model), grads_of(plain))
+    assert_equal(gradients(model), gradients(plain))
     assert "".join(seen) == "cb" * 4
     assert "checkpoint=('b', 'c', 'f')" in repr(model)
     for training, expected in ((True, "bcf" * 4), (False, "")):
@@ -191,7 +183,7 @@ def test_values_beside_the_loss_are_gathered_without_a_graph(devices: Devices, r
     model, reference = stepping(mlp(), devices(4), loss_fn=scored), stepping(mlp(), devices(4))
     loss, values = model.step(x, y)
     assert torch.equal(loss, reference.step(x, y))
-    assert_equal(grads_of(model), grads_of(reference))
+    assert_equal(gradients(model), gradients(reference))
     outputs = [mlp()(part) for part in x.chunk(4)]
     assert torch.equal(values["output"], torch.cat(outputs)) and not values["output"].requires_grad
     assert values["count"].tolist() == [(output > part).sum() for output, part in zip(outputs, y.chunk(4))]
@@ -212,7 +204,7 @@ def test_a_scaler_scales_gradients_and_not_the_loss(devices: Devices, checkpoint
             plain, list(x.chunk(4)), lambda i, out: theirs.scale(F.mse_loss(out, y.chunk(4)[i]) * (2 / 8))
         )
         assert torch.equal(loss * 1024, scaled.to(loss))
-        assert_equal(grads_of(model), grads_of(plain))
+        assert_equal(gradients(model), gradients(plain))
         for scaler, optimizer in zip((ours, theirs), optimizers, strict=True):
             scaler.step(optimizer)
             scaler.update()
@@ -305,6 +297,28 @@ def test_what_is_missing_or_does_not_fit_is_refused(call: Callable[[], Any], mes
     with pytest.raises((ValueError, TypeError), match=message):
         call()
     GPipe(mlp(), [1] * 4, devices=FOUR)  # never steps
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda **options: GPipe(nn.Sequential(*Chain().layers), [1, 1], devices=["cpu", "cpu"], **options),
+        lambda **options: pipelined(Chain(), torch.randn(2, 2), devices=["cpu", "cpu"], partitions=2, **options),
+    ],
+    ids=["GPipe", "pipelined"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_fn": F.mse_loss}, {"loss_fn": lambda output, _: output.mean(), "weight": len}],
+    ids=["loss_fn", "weight"],
+)
+def test_a_loss_that_misses_its_target_says_so(made: Callable[..., Any], options: dict[str, Any]) -> None:
+    """In ``step(x, y)`` of a pipelined model, y once was an argument of the model, and the error one of None."""
+    model, x = made(chunks=2, **options), torch.randn(4, 2)
+    with pytest.raises((AttributeError, TypeError)) as raised:
+        model.step(x)
+    assert raised.value.__notes__[0] == "no target was given: step(..., target=y)"
+    model.step(x, target=x)
 
 
 # ------------------------------------------------------------------------------------------------ autocast
@@ -420,22 +434,54 @@ def test_a_layer_that_begins_to_draw_is_noticed(checkpoint: str) -> None:
     assert results[0] == results[1]
 
 
-def test_what_hooks_draw_at_backward_stays_drawn(devices: Devices) -> None:
+def of_layers(layers: nn.Sequential, devices: list[str], **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    model = stepping(layers, devices, **options)
+    return model, model.step
+
+
+def of_any_module(layers: nn.Sequential, devices: list[str], **options: Any) -> tuple[Any, Callable[..., Tensor]]:
+    settings: dict[str, Any] = {"chunks": 4, "loss_fn": F.mse_loss, **options, "balance": "parameters"}
+    model: Any = pipelined(layers, data(2)[0], devices=devices, **settings)
+    return model, lambda x, y: model.step(x, target=y)
+
+
+fronts = pytest.mark.parametrize("front", [of_layers, of_any_module])
+
+
+@fronts
+def test_what_hooks_draw_at_backward_stays_drawn(devices: Devices, front: Any) -> None:
     """The generator was put back behind the seed of the step, so the noise of the next step was that of this one."""
     noise = []
 
     def hooked(x: Tensor) -> Tensor:
-        x.register_hook(lambda grad: noise.append(torch.rand(4)))
+        if x.requires_grad:
+            x.register_hook(lambda grad: noise.append(torch.rand(4)))
         return x * 1
 
     layers = mlp(dropout=0.3)
     layers[2] = Apply(hooked)
-    model = stepping(layers, devices(4), checkpoint="never")
+    _, step = front(layers, devices(3), balance=[1, 1, 2], checkpoint="never")
+    noise.clear()
     x, y = data()
     for _ in range(3):
-        model.step(x, y)
+        step(x, y)
     numbers = torch.cat(noise).tolist()
-    assert len(set(numbers)) == len(numbers)
+    assert len(set(numbers)) == len(numbers) > 0
+
+
+@fronts
+@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. a training call runs as one micro-batch")
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_an_empty_mini_batch_does_not_tell_whether_layers_draw(devices: Devices, front: Any, checkpoint: str) -> None:
+    """Dropout draws nothing for it, and was taken for a layer that never draws: it lost its seeds for good."""
+    x, y = data()
+    losses = []
+    for first in (0, 8):
+        model, step = front(mlp(dropout=0.3), devices(4), checkpoint=checkpoint)
+        _ = step(x[:first], y[:first]) if front is of_layers else model(x[:first])
+        torch.manual_seed(2)
+        losses.append(step(x, y))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -498,20 +544,6 @@ def test_a_pipelined_layer_draws_the_same_on_any_devices(checkpoint: str) -> Non
     assert torch.equal(run(FOUR[:2]), expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_an_empty_mini_batch_does_not_tell_whether_layers_draw(devices: Devices, checkpoint: str) -> None:
-    """Dropout draws nothing for it, and was taken for a layer that never draws: it lost its seeds for good."""
-    x, y = data()
-
-    def run(first: int) -> Tensor:
-        model = stepping(mlp(dropout=0.3), devices(4), checkpoint=checkpoint)
-        model.step(x[:first], y[:first])
-        torch.manual_seed(2)
-        return model.step(x, y)
-
-    assert run(0) == run(8)
-
-
 # ------------------------------------------------------------------------------------------------ bugs
 
 
@@ -524,7 +556,7 @@ def test_a_group_norm_is_differentiated_as_a_whole(devices: Devices) -> None:
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
     stepping(module, devices(4), schedule="ZeroBubble", loss_fn=lambda output, _: output.square().mean()).step(x)
     plain_step(plain, list(x.chunk(4)), lambda _, output: output.square().mean() * (1 / 4))
-    assert_equal(grads_of(module), grads_of(plain))
+    assert_equal(gradients(module), gradients(plain))
 
 
 def test_a_split_backward_without_a_gradient_of_the_input_is_left_to_its_second_half() -> None:
@@ -540,7 +572,7 @@ def test_a_split_backward_without_a_gradient_of_the_input_is_left_to_its_second_
     options = {"chunks": 3, "schedule": "V-Half", "checkpoint": "except_last"}
     stepping(module, ["cpu", "cpu"], loss_fn=lambda output, _: output.square().sum(), **options).step(x)
     plain_step(plain, list(x.chunk(3)), lambda _, output: output.square().sum() * (1 / 3))
-    assert_equal(grads_of(module), grads_of(plain))
+    assert_equal(gradients(module), gradients(plain))
 
 
 def test_a_captured_tensor_in_a_partition_without_parameters(devices: Devices) -> None:

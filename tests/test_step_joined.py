@@ -16,7 +16,8 @@ from torch import nn
 
 import torchgpipe
 from tests.layers import Apply
-from tests.test_step import assert_equal, data, grads_of, mlp, stepping
+from tests.plain import assert_equal, gradients
+from tests.test_step import data, mlp, stepping
 from torchgpipe import GPipe
 from torchgpipe.engine import step as engine
 from torchgpipe.model.views import Joined
@@ -97,7 +98,7 @@ def test_a_program_may_keep_neighbours_apart(columns: list[list[int]]) -> None:
     model = stepping(mlp(), ["cpu"] * 2, balance=[2, 2], checkpoint="never", schedule=apart)
     assert torch.equal(model.step(x, y), loss)
     assert columns == [[0, 1], [2, 3]]
-    assert_equal(grads_of(model), grads_of(reference))
+    assert_equal(gradients(model), gradients(reference))
 
 
 def test_a_value_between_joined_partitions_is_checked(columns: list[list[int]]) -> None:
@@ -121,4 +122,4 @@ def test_copies_and_more_programs_of_joined_partitions() -> None:
     reference = four()
     for _ in range(2):
         assert torch.equal(model.step(*data()), reference.step(*data()))
-    assert_equal(grads_of(model), grads_of(reference))
+    assert_equal(gradients(model), gradients(reference))

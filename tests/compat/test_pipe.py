@@ -7,7 +7,6 @@ Parameters can only be on one kind of CPU device. So these tests place layers wi
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import re
 import weakref
@@ -156,6 +155,7 @@ def bare_of(value: Any) -> Any:
     return type(value)(bare_of(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devices, checkpoint: str) -> None:
     """A micro-batch holds the object in its structure. A checkpoint holds the structure until its graph is freed."""
 
@@ -166,16 +166,12 @@ def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devic
     model = Pipe(placed(layers, devices(2)), 2, checkpoint)
     settings = Settings()
     alive = weakref.ref(settings)
-    gc.disable()  # without collections, a cycle would stay visible
-    try:
-        output = value_of(model, torch.rand(4, 3, requires_grad=True), settings)
-        output.sum().backward()
-        del settings
-        assert (alive() is None) == (checkpoint == "never")
-        del output
-        assert alive() is None
-    finally:
-        gc.enable()
+    output = value_of(model, torch.rand(4, 3, requires_grad=True), settings)
+    output.sum().backward()
+    del settings
+    assert (alive() is None) == (checkpoint == "never")
+    del output
+    assert alive() is None
 
 
 @pytest.mark.slow

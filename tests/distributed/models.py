@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.layers import Apply, With
 from tests.skip.layers import pair
 from torchgpipe import is_checkpointing, is_recomputing
 from torchgpipe.batchnorm import mini_batch
@@ -36,30 +37,15 @@ def data(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 4, generator=draw).double(), torch.randn(size, 4, generator=draw).double()
 
 
-class Several(nn.Module):
-    """A layer that returns a dict of tensors and None, with an integer tensor and a tensor that needs no gradient."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"x": x, "ids": x.argmax(-1), "nothing": None, "constant": x.detach() * 2}
+def several(x: Tensor) -> dict[str, Any]:
+    """Return a dict of tensors and None, with an integer tensor and a tensor that needs no gradient."""
+    return {"x": x, "ids": x.argmax(-1), "nothing": None, "constant": x.detach() * 2}
 
 
-class Joined(nn.Module):
-    def forward(self, all: dict[str, Any]) -> Tensor:
-        assert all["nothing"] is None and all["ids"].dtype == torch.int64
-        result: Tensor = all["x"] * all["constant"] + F.one_hot(all["ids"], 4)
-        return result
-
-
-class Channels(nn.Module):
-    """A norm of values of shape (batch, time, channels)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x.mT)
-        return y.mT
+def joined(all: dict[str, Any]) -> Tensor:
+    assert all["nothing"] is None and all["ids"].dtype == torch.int64
+    result: Tensor = all["x"] * all["constant"] + F.one_hot(all["ids"], 4)
+    return result
 
 
 class Counter(nn.Module):
@@ -84,9 +70,9 @@ def everything(dropout: float = 0.0) -> nn.Sequential:
     layers = [
         nn.Embedding(7, 4),
         stash_a,
-        Several(),
-        Joined(),
-        Channels(4),
+        Apply(several),
+        Apply(joined),
+        With(nn.BatchNorm1d(4), lambda norm, x: norm(x.mT).mT),  # of values of shape (batch, time, channels)
         stash_b,
         frozen,
         pop_a,

@@ -76,16 +76,6 @@ def test_no_nodes_in_partitions_that_need_no_gradient(pipe: Pipe, plan: Plan, ch
 # -------------------------------------------------------------------------------------------------- the order
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("m", [1, 4])
-def test_each_cell_runs_once_and_is_recomputed_once(pipe: Pipe, plan: Plan, checkpoint: str, m: int, n: int) -> None:
-    pipe(build(plan, n), [2] * n, chunks=m, checkpoint=checkpoint)(rows(m)).sum().backward()
-    recomputed = [(i, j) for i in range(stop(checkpoint, m)) for j in range(n)]
-    every = [(i, j) for i in range(m) for j in range(n)]
-    assert sorted(plan.checkpoints) == sorted(plan.of("recomputation")) == recomputed
-    assert sorted(plan.of("forward")) == sorted(plan.of("backward")) == every
-
-
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "input needs grad"])
 @pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu:0", "cpu:1", "cpu:2"], ["cpu:0", "cpu:1", "cpu:0"]], ids=str)
 def test_micro_batches_go_backward_in_reverse_one_at_a_time(

@@ -21,7 +21,7 @@ from tests.clocks import clocked
 from tests.graph import graph
 from tests.layers import Apply, Using
 from torchgpipe import GPipe
-from torchgpipe.engine.dependency import fork, join
+from torchgpipe.engine.dependency import join
 from torchgpipe.engine.phony import get_phony
 
 # ---------------------------------------------------------------------------------------------------- phonies
@@ -69,42 +69,6 @@ class Log(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         ctx.log.append(ctx.name)
         return None, None, grads[0]
-
-
-def test_fork_and_join_change_no_number() -> None:
-    x, y = torch.rand(3, requires_grad=True), torch.rand(2, requires_grad=True)
-    x2, phony = fork(x * 2)
-    y2 = join(y * 3, phony)
-    assert torch.equal(x2, x * 2)
-    assert torch.equal(y2, y * 3)
-    y2.sum().backward(retain_graph=True)
-    assert x.grad is None, "a gradient reaches the fork through the phony alone"
-    (x2.sum() + y2.sum()).backward()
-    assert x.grad.tolist() == [2, 2, 2]
-    assert y.grad.tolist() == [6, 6]
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
-def test_join_is_differentiated_before_fork(tied: bool) -> None:
-    """The engine prefers the node that was made last; a tie overrides this."""
-    log: list[Any] = []
-    a = torch.rand(1, requires_grad=True)
-    b = torch.rand(1, requires_grad=True)
-    a, phony = fork(a)
-    y = join(b, phony) if tied else b
-    y = Log.apply(log, "after the join", y)
-    x = Log.apply(log, "after the fork", a)  # made last
-    (x + y).sum().backward()
-    assert log == ["after the fork", "after the join"]
-    # The node before the fork waits for the join.
-    log.clear()
-    a = Log.apply(log, "before the fork", torch.rand(1, requires_grad=True))
-    a, phony = fork(a)
-    b = Log.apply(log, "before the join", torch.rand(1, requires_grad=True))
-    y = join(b, phony) if tied else b
-    y = Log.apply(log, "after the join", y)
-    (a + y).sum().backward()
-    assert log.index("after the join") < log.index("before the fork")
 
 
 # ------------------------------------------------------------------------------------ the graph of a pipeline

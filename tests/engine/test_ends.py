@@ -5,30 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.engine import workers
 from torchgpipe.frames import threads
 
 DEVICES = ["cpu:0", "cpu:1"]
-
-
-class Calls(nn.Module):
-    """Calls a function in the thread that runs the layer."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.function()
-        return x
 
 
 def test_the_threads_of_a_call_have_ended_when_it_returns() -> None:
@@ -40,8 +28,11 @@ def test_the_threads_of_a_call_have_ended_when_it_returns() -> None:
             sum(range(10**6))
             gone.append(None)
 
-    layers = [Calls(lambda: setattr(own, "kept", Kept())) for _ in range(2)]
-    GPipe(nn.Sequential(*layers), [1, 1], devices=DEVICES)(torch.ones(1))
+    def keep(x: Tensor) -> Tensor:
+        own.kept = Kept()
+        return x
+
+    GPipe(nn.Sequential(Apply(keep), Apply(keep)), [1, 1], devices=DEVICES)(torch.ones(1))
     assert len(gone) == 2
 
 
@@ -53,21 +44,19 @@ def join_returns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("join_returns_at_once")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_waits_for_the_layer_that_runs() -> None:
     ended = []
 
-    def interrupt() -> None:
+    def interrupt(x: Tensor) -> Tensor:
         os.kill(os.getpid(), signal.SIGINT)
         sum(range(10**7))
         ended.append(None)
+        return x
 
-    model = GPipe(nn.Sequential(Calls(interrupt), nn.Identity()), [1, 1], devices=DEVICES)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(1))
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    model = GPipe(nn.Sequential(Apply(interrupt), nn.Identity()), [1, 1], devices=DEVICES)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1))
     assert ended
 
 

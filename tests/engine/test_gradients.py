@@ -14,36 +14,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import Pipe
 from tests.engine.gradients import CHUNKS, WIDTH, batch, model_of
-from tests.layers import Apply, Using
+from tests.layers import Apply, Using, Weighted, With
 from tests.plain import assert_same, loss_of, outcome, plain_outcome
 
 # ------------------------------------------------------------------------------------------- layers of all kinds
 
 
-class Weighted(nn.Module):
-    """A layer that calls ``function(input, *weights)`` with weights of these shapes."""
-
-    def __init__(self, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.function = function
-        self.weights = nn.ParameterList([torch.rand(shape) for shape in shapes])
-
-    def forward(self, input: Tensor) -> Any:
-        return self.function(input, *self.weights)
+def looked_up(embedding: nn.Embedding, input: Tensor, always_sparse: bool) -> Tensor:
+    """Use a table whose gradient is sparse, or else dense for some micro-batches."""
+    if always_sparse or bool(input.detach()[0, 0] > 0):
+        return input * embedding(input.detach().round().long().abs()[:, 0])
+    return input * embedding.weight.sum()
 
 
-class Table(nn.Module):
-    """A table whose gradient is sparse, or else dense for some micro-batches."""
+def table(always_sparse: bool) -> nn.Module:
+    return With(nn.Embedding(5, WIDTH, sparse=True), partial(looked_up, always_sparse=always_sparse))
 
-    def __init__(self, always_sparse: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH, sparse=True)
-        self.always_sparse = always_sparse
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.always_sparse or bool(input.detach()[0, 0] > 0):
-            return input * self.table(input.detach().round().long().abs()[:, 0])
-        return input * self.table.weight.sum()
+def ragged() -> nn.Module:
+    """Return a layer whose weights multiply tensors of several lengths at once: PyTorch cannot compare their sizes."""
+
+    def forward(layers: nn.Sequential, input: Tensor) -> Tensor:
+        padded: Tensor = layers(torch.nested.as_nested_tensor([input, input[:1]])).to_padded_tensor(0.0)
+        return padded[0]
+
+    return With(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), forward)
 
 
 class Keeps(nn.Module):
@@ -58,19 +53,6 @@ class Keeps(nn.Module):
         for weight in self.weights:
             input = (input @ weight).tanh()
         return input
-
-
-class Ragged(nn.Module):
-    """A layer whose weights multiply tensors of several lengths at once: PyTorch cannot compare their sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, input: Tensor) -> Tensor:
-        ragged = torch.nested.as_nested_tensor([input, input[:1]])
-        output: Tensor = self.layers(ragged).to_padded_tensor(0.0)
-        return output[0]
 
 
 class _Adjoint(torch.autograd.Function):
@@ -123,8 +105,8 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "one gradient of two": lambda: Weighted(lambda x, a, b: (x + a + b).tanh(), (2, WIDTH), (2, WIDTH)),
     "a number, expanded": lambda: Weighted(lambda x, w: x * w.sum(), SQUARE),
     "the weight is the output": lambda: Weighted(lambda x, w: w, (2, WIDTH)),
-    "sparse": lambda: Table(True),
-    "sparse and dense": lambda: Table(False),
+    "sparse": lambda: table(True),
+    "sparse and dense": lambda: table(False),
     # Cells that collected gradients with `torch.autograd.grad` made PyTorch refuse this, which transformers do.
     "reentrant checkpoint": lambda: Using(partial(torch.utils.checkpoint.checkpoint, use_reentrant=True), WIDTH),
 }
@@ -133,7 +115,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 CLOSE: dict[str, Callable[[], nn.Module]] = {
     "weight used twice": lambda: Weighted(lambda x, w: (x @ w).tanh() @ w.t(), SQUARE),
     "kept views": Keeps,
-    "nested tensors": Ragged,
+    "nested tensors": ragged,
     "graph of its own": lambda: Weighted(_Adjoint.apply, (4 * WIDTH, WIDTH)),
     "hook on the input": lambda: Weighted(with_a_hook, (4 * WIDTH, WIDTH)),
     # As networks with a differential equation do.

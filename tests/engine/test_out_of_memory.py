@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.conftest import Pipe
 from tests.faults import Plan, build, rows
+from tests.frames.models import chain
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
@@ -105,25 +106,19 @@ def test_without_backward(pipe: Pipe) -> None:
         assert advice == ["to take less: more chunks"]
 
 
-class Blocks(nn.Module):
-    """A model that need not be a Sequential, with the layers of `build`."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(build(plan, 2))
-
-    def forward(self, input: Tensor) -> Tensor:
-        for block in self.blocks:
-            input = block(input)
-        return input
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_pipelined_model(phase: str) -> None:
+    """A model that need not be a Sequential."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = layer(input)
+        return input
+
     plan = Plan()
     options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "balance": [1, 1], "schedule": "GPipe"}
     loss_fn = lambda output, target=None: output.mean()  # noqa: E731
-    model = pipelined(Blocks(plan), rows(2), chunks=8, loss_fn=loss_fn, **options)
+    model: Any = pipelined(chain(forward, *build(plan, 2)), rows(2), chunks=8, loss_fn=loss_fn, **options)
     plan.add((4, 0), phase, torch.OutOfMemoryError)
     action = "F(4,0)" if phase == "forward" else "B(4,0)"
     rest = f"or checkpoint=True, or {PLAN}"

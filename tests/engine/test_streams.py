@@ -19,7 +19,6 @@ from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.random_pipelines import MODES
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.devices.device import device_module
 from torchgpipe.engine.calls import Mechanisms
 
 pytestmark = pytest.mark.late
@@ -84,23 +83,6 @@ def test_without_dependency(mode: str) -> None:
     # Parameters then get the same gradients in another order of summation.
     torch.testing.assert_close(actual.param_grads, plain.param_grads)
     assert_same(replace(actual, param_grads={}), replace(plain, param_grads={}))
-
-
-def test_on_the_stream_of_the_caller(mode: str) -> None:
-    module, x = linears(2), torch.randn(8, 3, requires_grad=True)
-    model = pipeline(module, [1, 1], checkpoint=mode)
-    own = torch.Stream("late:0")
-    streams: set[int] = set()
-    model[0].register_forward_hook(lambda *_: streams.add(torch.accelerator.current_stream("late:0").stream_id))
-    own.wait_stream(torch.accelerator.current_stream("late:0"))
-    with device_module(own.device).stream(own):
-        output = model(x)
-        actual = torch.autograd.grad(output.sum(), x)
-    torch.accelerator.current_stream("late:0").wait_stream(own)
-    plain = run_plain(module, x, chunks=4)
-    torch.testing.assert_close(output.cpu(), plain, rtol=0, atol=0)
-    torch.testing.assert_close(actual, torch.autograd.grad(plain.sum(), x), rtol=0, atol=0)
-    assert streams == {own.stream_id}
 
 
 @pytest.mark.parametrize("run", ["forward", "step"])

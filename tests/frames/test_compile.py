@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.frames.models import TWO, batch, decoder, expect_plain, gradients, plain_loss, sample_of
+from tests.frames.models import TWO, batch, chain, decoder, expect_plain, gradients, plain_loss, sample_of
+from tests.layers import Using
 from tests.practice.test_compile import Graphs, nothing_is_compiled  # noqa: F401
 from torchgpipe import pipelined
 
@@ -74,24 +75,15 @@ def test_a_mode_that_the_model_enters_reaches_compiled_blocks() -> None:
                 runs[-1].append(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    class Block(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).relu()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        runs.append([])
+        with Noting():
+            for block in self.layers:
+                x = block(x)
+        return x
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(4, 4) for _ in range(2)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            runs.append([])
-            with Noting():
-                for block in self.blocks:
-                    x = block(x)
-            return x
-
-    model = Model()
-    for block in model.blocks:
+    model = chain(forward, *[Using(lambda linear, x: linear(x).relu()) for _ in range(2)])
+    for block in model.layers:
         block.compile(backend=Graphs())
     pipelined(model, torch.randn(4, 4), chunks=2, devices=TWO, balance="parameters", verify=False)
     assert len(runs) > 1 and runs[0] and all(run == runs[0] for run in runs)

@@ -27,6 +27,7 @@ from tests import late
 from tests.conftest import Devices
 from tests.frames.models import Chain, chain
 from tests.layers import Apply, Using
+from tests.plain import on_host
 from tests.skip.layers import pair as skip_layers
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
@@ -156,21 +157,17 @@ def trained(model: Any, ids: Tensor, target: Tensor, how: str, autocast: str | N
         for _ in range(2):
             with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None):
                 loss = once(model, ids, target, how)
-        seen += [to_host(one) for one in (loss, *gradients(model), *model.buffers())]
+        seen += [on_host(one) for one in (loss, *gradients(model), *model.buffers())]
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        seen.append(to_host(model(ids)))
+        seen.append(on_host(model(ids)))
     model.train()
-    return [*seen, *map(to_host, model.parameters())]
+    return [*seen, *map(on_host, model.parameters())]
 
 
 def gradients(model: Any) -> list[Tensor | None]:
     return [one.grad for one in model.parameters()]
-
-
-def to_host(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
 def equal(ours: list[Any], theirs: list[Any]) -> bool:
@@ -355,7 +352,7 @@ def test_what_comes_back_is_whole_and_new_and_one_tensor(way: str, how: str) -> 
 
 
 @pytest.mark.late
-def test_what_is_changed_in_place_on_its_way_to_host_memory_is_refused() -> None:
+def test_what_is_changed_in_place_on_its_way_on_host_memory_is_refused() -> None:
     """It went down as it was or as it had become, as it happened."""
     model = passing("changed", ["shift"], shift=0)
     with pytest.raises(
@@ -381,18 +378,15 @@ def test_frozen_weights_that_stay_follow_the_model() -> None:
 
 @pytest.mark.late
 @pytest.mark.parametrize("how", ["forward", "step"])
+@pytest.mark.usefixtures("no_collection")
 def test_nothing_of_a_mini_batch_keeps_a_deleted_model(how: str) -> None:
     ids, target = data()
     _, model = pair(Model(), ["late:0"], checkpoint=True)
     alive = weakref.ref(model.embed.weight)
     gc.collect()
-    gc.disable()
-    try:
-        _ = once(model, ids, target, how) if how == "step" else model(ids)
-        del model, _
-        assert alive() is None
-    finally:
-        gc.enable()
+    _ = once(model, ids, target, how) if how == "step" else model(ids)
+    del model, _
+    assert alive() is None
 
 
 def test_frozen_weights_stay_if_all_fit_and_come_again_when_they_change(
@@ -519,7 +513,7 @@ def test_a_failure_anywhere_leaves_everything_as_it_was(devices: Devices, draw: 
         count, events.count = events.count, 0
         events.fails_at = draw.draw(st.integers(1, count))
         grads = gradients(model)
-        before = [to_host(one) for one in (*model.parameters(), *grads)]
+        before = [on_host(one) for one in (*model.parameters(), *grads)]
         with suppress(Failure):
             once(model, ids, target, how)
             # Workers bring what rests ahead if it is there in time, so the last events may not come.

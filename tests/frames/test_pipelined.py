@@ -7,8 +7,10 @@ import gc
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from tests.frames.models import (
     same,
     sample_of,
 )
+from tests.layers import Using
 from torchgpipe import GPipe, pipelined
 from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.schedule import Action, program
@@ -269,25 +272,22 @@ def test_frozen_parameters_get_no_gradient(pair: tuple[Any, Decoder], data: dict
 
 
 @pytest.mark.parametrize("run", ["backward", "step", "forward"])
+@pytest.mark.usefixtures("no_collection")
 def test_nothing_is_left(pair: tuple[Any, Decoder], data: dict[str, Tensor], run: str) -> None:
     model, _ = pair
     held: list[weakref.ref[Tensor]] = []
     for k in (0, 3):
         model.layers[k].register_forward_hook(lambda _, args, output: held.append(weakref.ref(output)))
     gc.collect()
-    gc.disable()  # Weights on a GPU would wait for the collector.
-    try:
-        if run == "forward":
-            model(**data)
-            gc.collect()
-        else:
-            train(model, data, run)
-        assert [ref() for ref in held] == [None] * 6
-        assert not [one for one in threading.enumerate() if "torchgpipe" in one.name]
-        alive = weakref.ref(pipelined(Chain(*linear()), X[:2], chunks=2, devices=TWO))
-        assert alive() is None
-    finally:
-        gc.enable()
+    if run == "forward":
+        model(**data)
+        gc.collect()
+    else:
+        train(model, data, run)
+    assert [ref() for ref in held] == [None] * 6
+    assert not [one for one in threading.enumerate() if "torchgpipe" in one.name]
+    alive = weakref.ref(pipelined(Chain(*linear()), X[:2], chunks=2, devices=TWO))
+    assert alive() is None
 
 
 # ------------------------------------------------------------------------------------------------------ random numbers
@@ -326,20 +326,6 @@ def test_dropout_that_begins_later_is_an_error_once(data: dict[str, Tensor]) -> 
         model.step(**data)
     assert all(value is None for value in gradients(model).values())
     model.step(**data)
-
-
-@pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. a training call runs as one micro-batch")
-def test_an_empty_mini_batch_does_not_tell_what_is_drawn() -> None:
-    """After one, layers that draw once drew without seeds, so the numbers depended on the partitions."""
-    outputs = []
-    for devices in (["cpu"] * 2, TWO):
-        torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(2, 9), nn.Dropout(), nn.Linear(9, 9), nn.Dropout())
-        model: Any = pipelined(made, X[:2], chunks=2, devices=devices)
-        model(X[:0])
-        torch.manual_seed(1)
-        outputs.append(model(X))
-    assert torch.equal(*outputs)
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -460,6 +446,17 @@ def unknown(self: Any, x: Tensor) -> Graph:
     return Graph(Chain.forward(self, x))
 
 
+def arrays(self: Any, x: Tensor) -> dict[str, Any]:
+    """The error was that of a comparison, without a name."""
+    y = Chain.forward(self, x)
+    return {"y": y, "other": y.detach().numpy()}
+
+
+def queues(self: Any, x: Tensor) -> dict[str, Any]:
+    y = Chain.forward(self, x)
+    return {"y": y, "other": deque([y.detach()])}
+
+
 def counts(self: Any, x: Tensor) -> dict[str, Any]:
     """Each micro-batch counted its own rows, and all agreed."""
     return {"y": Chain.forward(self, x), "rows": len(x), "width": 8}
@@ -501,8 +498,17 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (sequential, {"checkpoint": ["7"]}, ValueError, r"checkpoint names \['7'\]"),
     (sequential, {"checkpoint": "except_last"}, ValueError, "checkpoint='except_last' is for GPipe"),
     (sequential, {"sample": 3}, TypeError, "sample must be the arguments of one micro-batch"),
+    # Every micro-batch got all rows of later mini-batches.
+    (sequential, {"sample": X[:0]}, ValueError, r"the sample has no rows in \['input'\]"),
+    # These were errors in the first step only, without a name.
+    (sequential, {"loss_fn": "mse"}, TypeError, "loss_fn must be a function, .*, but got 'mse'"),
+    (sequential, {"weight": "mse"}, TypeError, "weight must be a function, .*, but got 'mse'"),
     (made(on_graphs), {"sample": ({"nodes": NESTED},)}, ValueError, r"\['graph.nodes'\] are nested tensors, .* pad"),
     (made(counts), {}, ValueError, "the output 'rows' is int, which depends on the rows"),
+    *[
+        (made(forward), {}, ValueError, r"the output 'other' is .*, which differs between micro-batches")
+        for forward in (arrays, queues)
+    ],
     *OUTPUTS,
 ]
 
@@ -654,6 +660,18 @@ def test_a_table_goes_whole_also_if_it_has_as_many_rows_as_the_batch(data: dict[
     same({"table": table.grad}, {"table": grad})
 
 
+def test_rows_are_those_of_what_is_split() -> None:
+    """They were those of the table, so that every micro-batch got all rows of the other."""
+
+    def forward(self: Any, x: Tensor | None = None, y: Tensor | None = None, *, table: Tensor) -> Any:
+        return Chain.forward(self, y if x is None else x) + table.sum(0)  # type: ignore[arg-type]
+
+    model, table, y = made(forward)(), torch.randn(5, 2), torch.randn(6, 2)
+    expected = torch.cat([model(table=table, y=part) for part in y.chunk(4)])
+    pipelined(model, {"x": y[:3], "table": table}, chunks=4, devices=TWO)
+    assert torch.equal(model(table=table, y=y), expected)
+
+
 def test_an_output_that_all_micro_batches_share() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return {"y": Chain.forward(self, x), "table": table}
@@ -708,19 +726,13 @@ def test_few_frames_are_under_way_at_a_time(schedule: str, places: list[int]) ->
     """The first worker began all frames at once. Each has a thread, which takes memory of each device."""
     names: set[str] = set()
 
-    class Noted(nn.Tanh):
-        def forward(self, x: Tensor) -> Tensor:
-            names.add(threading.current_thread().name)
-            if not self.last:
-                return super().forward(x)
-            # Slower than the others: they would run ahead.
-            return torch.stack([super(Noted, self).forward(x) for _ in range(50)]).mean(0)
-
-        last = False
+    def noted(linear: nn.Linear, x: Tensor, times: int) -> Tensor:
+        names.add(threading.current_thread().name)
+        return torch.stack([linear(x).tanh() for _ in range(times)]).mean(0)
 
     n, m = len(places), 16
-    model: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), Noted()) for _ in range(n)])
-    model[-1][-1].last = True
+    # The last one is slower than the others: they would run ahead.
+    model: Any = nn.Sequential(*[Using(partial(noted, times=50 if j == n - 1 else 1)) for j in range(n)])
     devices, loss_fn = [f"cpu:{place}" for place in places], nn.functional.mse_loss
     options: Any = {"balance": [1] * n, "chunks": m, "schedule": schedule, "loss_fn": loss_fn, "devices": devices}
     pipelined(model, torch.randn(m, 4), **options)

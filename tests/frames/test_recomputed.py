@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients
+from tests.layers import Using
+from tests.plain import assert_equal
+from tests.replay.test_own_checkpoints import own
 from torchgpipe import is_checkpointing, is_recomputing, pipelined
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -53,13 +54,6 @@ def trained(model: Any, run: str, x: Tensor = X, within: Context = nullcontext) 
     return {**left, "loss": loss.detach(), "drawn": drawn, "drawn next": torch.rand(3)}
 
 
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        other = expected[name]
-        assert (value is None and other is None) or torch.equal(value, other), name
-
-
 def assert_recomputes_the_same(
     make: Callable[[], nn.Module], *modes: Any, x: Tensor = X, within: Context = nullcontext, **options: Any
 ) -> None:
@@ -95,16 +89,15 @@ def two(first: nn.Module, **options: Any) -> Any:
 
 
 def test_a_layer_can_ask_which_run_it_is_in_and_has_what_the_caller_set() -> None:
-    class Asks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            phases.append((is_checkpointing(), is_recomputing()))
-            settings.append((setting.get(), torch.is_autocast_enabled("cpu")))
-            return super().forward(x)
+    def asks(linear: nn.Linear, x: Tensor) -> Tensor:
+        phases.append((is_checkpointing(), is_recomputing()))
+        settings.append((setting.get(), torch.is_autocast_enabled("cpu")))
+        return linear(x)
 
     phases: list[tuple[bool, bool]] = []
     settings: list[Any] = []
     setting: ContextVar[str] = ContextVar("setting", default="none")
-    model = two(Asks(4, 4)).float()
+    model = two(Using(asks)).float()
     phases.clear()
     settings.clear()
     token = setting.set("mine")
@@ -159,24 +152,20 @@ def test_a_graph_that_is_kept_is_recomputed_again() -> None:
         assert torch.equal(2 * once[name], both), name  # type: ignore[operator, arg-type]
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_activations_are_not_kept() -> None:
-    class Keeps(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x).exp()
-            held.append(weakref.ref(y))
-            return super().forward(y.sin())
+    def keeps(linear: nn.Linear, x: Tensor) -> Tensor:
+        y = linear(x).exp()
+        held.append(weakref.ref(y))
+        return linear(y.sin())
 
     held: list[weakref.ref[Tensor]] = []
-    model = two(nn.Sequential(Keeps(4, 4), nn.BatchNorm1d(4)))
-    gc.disable()
-    try:
-        held.clear()
-        loss = model(X).sum()
-        assert [one() for one in held] == 3 * [None]
-        loss.backward()
-        assert [one() for one in held] == 6 * [None]
-    finally:
-        gc.enable()
+    model = two(nn.Sequential(Using(keeps), nn.BatchNorm1d(4)))
+    held.clear()
+    loss = model(X).sum()
+    assert [one() for one in held] == 3 * [None]
+    loss.backward()
+    assert [one() for one in held] == 6 * [None]
 
 
 class Noise(nn.Linear):
@@ -215,24 +204,20 @@ def test_layers_that_are_changed_between_the_runs_are_refused(change: Callable[[
 
 
 def test_a_module_that_changes_its_input_is_refused() -> None:
-    class Doubles(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.mul_(2))
-
-    model = chain(lambda self, x: Chain.forward(self, x + 1), Doubles(4, 4), nn.Linear(4, 4))
+    doubles = Using(lambda linear, x: linear(x.mul_(2)))
+    model = chain(lambda self, x: Chain.forward(self, x + 1), doubles, nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match=r"'layers.0' changes its input in place"):
         pipelined(model.double(), X[:2], chunks=3, devices=TWO, checkpoint=True)
 
 
 def test_a_module_that_differentiates_is_refused() -> None:
-    class Force(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                energy = super().forward(x.detach().requires_grad_()).square().sum()
-            return x - torch.autograd.grad(energy, [self.weight], create_graph=True)[0].sum()
+    def force(linear: nn.Linear, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            energy = linear(x.detach().requires_grad_()).square().sum()
+        return x - torch.autograd.grad(energy, [linear.weight], create_graph=True)[0].sum()
 
     with pytest.raises(RuntimeError, match=r"'layers.0' differentiates in its forward"):
-        two(Force(4, 4), verify=False)(X)
+        two(Using(force), verify=False)(X)
 
 
 def test_weights_that_autocast_casts_are_those_of_the_first_run() -> None:
@@ -254,28 +239,17 @@ def test_cached_weights_are_right_or_refused() -> None:
 # ------------------------------------------------------------------------------------- checkpoints of the model's own
 
 
-class Own(nn.Module):
-    """Recomputes itself by PyTorch's checkpoint, which sets the generator of the process back and forth."""
-
-    def __init__(self, dropout: float, reentrant: bool | None) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.inner = nn.Sequential(nn.Linear(4, 64), nn.Dropout(dropout), nn.Tanh(), nn.Linear(64, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor
-        output = self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        return output
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("run", "reentrant", "dropout"), [("backward", True, 0.5), ("step", False, 0.5)])
-def test_two_checkpoints_of_the_models_own_at_once(dropout: float, reentrant: bool, run: str) -> None:
-    """One left the generator where the other had set it, so a loop drew the same numbers in every mini-batch."""
+@pytest.mark.parametrize(("run", "reentrant"), [("backward", True), ("step", False)])
+def test_two_checkpoints_of_the_models_own_at_once(reentrant: bool, run: str) -> None:
+    """Each sets the generator of the process back and forth.
+
+    One left it where the other had set it, so a loop drew the same numbers in every mini-batch.
+    """
     results = []
-    for own, devices in ((None, ["cpu"]), (reentrant, TWO)):
+    for mode, devices in ((None, ["cpu"]), (reentrant, TWO)):
         torch.manual_seed(0)
-        model: Any = Chain(*[Own(dropout, own) for _ in range(4)]).double()
+        model: Any = Chain(*[own(0.5, mode) for _ in range(4)]).double()
         pipelined(model, X[:2], chunks=6, devices=devices, loss_fn=lambda y, _: mean(y))
         torch.manual_seed(3)
         x = X.clone().requires_grad_()  # for reentrant checkpoints

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.conftest import Devices
 from tests.frames.models import TWO, Chain, chain, gradients, same
 from tests.frames.programs import Program, Run, move
+from tests.layers import Using
 from torchgpipe import pipelined
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -179,13 +180,6 @@ class Holder:
         self.x = x
 
 
-class Held(nn.Linear):
-    """A layer that takes what holds a tensor."""
-
-    def forward(self, held: Any) -> Tensor:
-        return super().forward(held.x)
-
-
 def run(model: Any, x: Tensor, between: Callable[[int, Tensor], Tensor] = lambda k, x: x) -> Tensor:
     """Call four layers, of which the last two are in partition 1."""
     for k, layer in enumerate(model.layers[:4]):
@@ -307,7 +301,7 @@ GRAPH = torch.eye(4, dtype=torch.float64).to_sparse()
 
 #: What `frames/programs.py` does not draw.
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], tuple[Any, ...]]]] = {
-    "plain object": (lambda: chain(captured, *linear(), Held(4, 4)), lambda x: (x,)),
+    "plain object": (lambda: chain(captured, *linear(), Using(lambda linear, held: linear(held.x))), lambda x: (x,)),
     "class made in forward": (lambda: chain(in_a_class_of_its_own), lambda x: (x,)),
     "dataclass": (lambda: chain(recorded), lambda x: (Record(x, torch.ones(5)),)),
     "list of crops": (lambda: chain(crops), lambda x: ([x, x * 2, x * 3],)),

@@ -114,6 +114,10 @@ MAKING: list[Row] = [
         for mode in ("sometimes", "ALWAYS", "", None, 1)
     ],
     *[
+        (lambda name=name: wrap(**{name: "mse"}), TypeError, [f"^{name} must be a function, ", "but got 'mse'"])
+        for name in ("loss_fn", "weight")
+    ],
+    *[
         (
             lambda value=value: NoChunk(value),
             TypeError,
@@ -198,6 +202,7 @@ CALLS: list[tuple[list[nn.Module], tuple[Any, ...], type[Exception], list[str]]]
     ([Apply(torch.sum)], (ZEROS,), ValueError, ["dimension"]),
     ([Apply(lambda x: (x, x) if len(x) == 2 else x)], (torch.zeros(3, 2),), ValueError, ["structure"]),
     ([nn.Identity(), Apply(lambda x: (x, 1.5))], (ZEROS,), TypeError, ["layer '1' (Apply)", "[1]", "float"]),
+    ([nn.Identity(), Apply(lambda x: (x, NoChunk(x)))], (ZEROS,), TypeError, ["layer '1' (Apply)", "[1]", "NoChunk"]),
 ]
 
 

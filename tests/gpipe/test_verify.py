@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from tests.conftest import Pipe
+from tests.layers import Apply, Using
 from tests.skip.layers import Pop, Stash
 
 
@@ -42,20 +43,14 @@ def test_layers_that_draw_are_compared_in_evaluation(pipe: Pipe) -> None:
 
 
 def test_layers_that_draw_in_evaluation_too_cannot_be_compared(pipe: Pipe) -> None:
-    class Noise(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.rand_like(x)
-
-    model = pipe(nn.Sequential(nn.Linear(4, 4), Noise()), [1, 1], chunks=2)
+    noise = Apply(lambda x: x + torch.rand_like(x))
+    model = pipe(nn.Sequential(nn.Linear(4, 4), noise), [1, 1], chunks=2)
     assert "layers draw random numbers in evaluation, too" in model.verify(torch.randn(4, 4)).faults[0]
 
 
 def test_a_layer_that_couples_rows(pipe: Pipe) -> None:
-    class Centered(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x - x.mean(0))
-
-    model = pipe(nn.Sequential(nn.Linear(4, 4), Centered(4, 4)), [1, 1], chunks=2)
+    centered = Using(lambda linear, x: linear(x - x.mean(0)))
+    model = pipe(nn.Sequential(nn.Linear(4, 4), centered), [1, 1], chunks=2)
     table = model.verify(torch.randn(4, 4))
     assert "a layer couples the rows" in table.faults[0]
     assert str(table).endswith(table.faults[0])

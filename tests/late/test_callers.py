@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from tests.layers import Apply, Using
+from tests.layers import Apply, Using, Weighted
 from torchgpipe import GPipe, is_recomputing, pipelined
 from torchgpipe.devices.stream import Streams
 
@@ -31,18 +31,6 @@ def delay(purpose: str) -> None:
             torch.late._sleep(100_000_000)  # type: ignore[attr-defined]
 
 
-class Shift(nn.Module):
-    """Has a parameter of the shape of a micro-batch, such as positions where micro-batches have one row."""
-
-    def __init__(self, shape: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.zeros(2, 4))
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.shape(self.parameter)).tanh()
-
-
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize(
     "shape", [lambda p: p, lambda p: p.view(2, 4), lambda p: p.view(4, 2).t()], ids=["itself", "a view", "strides"]
@@ -52,7 +40,9 @@ def test_a_gradient_on_its_way_back_is_also_that_of_a_parameter(
 ) -> None:
     def gradients(devices: list[str]) -> list[Tensor]:
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(4, 4), Shift(shape), nn.Linear(4, 4)).double()
+        # A parameter of the shape of a micro-batch, such as positions where micro-batches have one row.
+        shift = Weighted(lambda x, parameter: (x + shape(parameter)).tanh(), (2, 4))
+        layers = nn.Sequential(nn.Linear(4, 4), shift, nn.Linear(4, 4)).double()
         model = GPipe(layers, [1, 2], devices=devices, chunks=3, checkpoint=checkpoint)
         loss = model(torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(6, 4)).square().sum()
         if devices == DEVICES:

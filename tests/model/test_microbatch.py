@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.layers import Apply, Chain
-from tests.plain import tensors
+from tests.layers import Chain
+from tests.plain import assert_equal, tensors
 from torchgpipe import GPipe, NoChunk, pipelined
 from torchgpipe.model.microbatch import Batch, gather, scatter
 
@@ -32,28 +32,6 @@ def numbers(batch: int) -> Tensor:
 # Batch: a value and its leaves
 
 
-def test_containers_are_taken_apart_in_order_and_put_back() -> None:
-    x, y, z = numbers(1), numbers(2), numbers(3)
-    value = {"a": (x, [None, y]), "b": OrderedDict(z=z), "c": (), "again": x}
-    batch = Batch.of(value, "value")
-    assert [leaf if leaf is None else len(leaf) for leaf in batch.leaves] == [1, None, 2, 3, 1]
-    assert batch.replace((y, None, y, y, y)).value["a"] == (y, [None, y])
-    again = batch.value
-    assert again["a"][0] is x
-    assert again["a"][1][1] is y
-    assert type(again["b"]) is OrderedDict
-    assert again is not value
-    assert again["a"][1] is not value["a"][1]
-
-
-@pytest.mark.parametrize("leaf", ["text", 3, 2.5, True, object(), {1}, NoChunk(torch.zeros(1)), torch.float32])
-def test_other_leaves_are_named_with_their_source_path_and_type(leaf: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        Batch.of((None, {"k": [leaf]}), "the output of layer 'x'")
-    for part in ["the output of layer 'x'", "[1]['k'][0]", type(leaf).__name__]:
-        assert part in str(caught.value)
-
-
 # Scatter
 
 
@@ -65,15 +43,6 @@ def test_scatter_copies_nothing_and_passes_no_chunk_whole() -> None:
             {tensor.data_ptr() for tensor in tensors(piece)} for piece in pieces
         ]
     assert repr(table) == "NoChunk((7, 2))"
-
-
-def test_inputs_are_passed_to_a_module_as_they_were_given() -> None:
-    calls = Apply(lambda *inputs, **keywords: (inputs, keywords))
-    x, y = numbers(2), numbers(2)
-    for inputs, keywords in [((x, y), {}), (((x, y),), {}), ((), {"x": x}), ((x,), {"y": y, "z": [None]})]:
-        (batch,) = scatter(inputs, 1, CPU, keywords)
-        taken = batch.pass_to(calls)
-        assert_equal(taken, (inputs, keywords))
 
 
 # Gather
@@ -133,20 +102,6 @@ def test_what_is_scattered_and_gathered_is_as_before(data: st.DataObject, batch:
     batches = scatter((value,), chunks, CPU)
     assert len(batches) == len(numbers(batch).chunk(chunks))
     assert_equal(gather(batches), value)
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    assert type(actual) is type(expected)
-    if isinstance(expected, Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        for key in expected:
-            assert_equal(actual[key], expected[key])
-    elif expected is not None:
-        assert len(actual) == len(expected)
-        for a, b in zip(actual, expected):
-            assert_equal(a, b)
 
 
 @pytest.mark.parametrize("call", ["forward", "step"])

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from torchgpipe import GPipe
@@ -22,14 +18,6 @@ def make_model(layers: int = 3) -> nn.Sequential:
 
 
 # Splitting
-
-
-@given(balance=st.lists(st.integers(1, 3), min_size=1, max_size=4))
-def test_partitions_hold_consecutive_layers_under_their_names(balance: list[int]) -> None:
-    module = nn.Sequential(OrderedDict((f"layer{k}", nn.Identity()) for k in range(sum(balance))))
-    partitions = split(layers_of(module), balance)
-    assert [len(partition) for partition in partitions] == balance
-    assert [item for partition in partitions for item in partition.named_children()] == list(module.named_children())
 
 
 # Views on the layers of a pipeline
@@ -60,14 +48,6 @@ def test_writing_to_a_view_is_refused_and_tells_where_to_write(write: str) -> No
 
 
 # Devices
-
-
-def test_every_partition_is_moved_to_its_device() -> None:
-    """The meta device stands in for an accelerator."""
-    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Linear(1, 1))
-    place(split(layers_of(module), [1, 1, 1]), [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
-    for layer, kind in zip(module, ["cpu", "meta", "cpu"]):
-        assert {tensor.device.type for tensor in layer.state_dict().values()} == {kind}
 
 
 def test_a_partition_that_is_in_its_place_is_not_copied() -> None:

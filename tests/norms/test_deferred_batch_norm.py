@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from tests.layers import Apply, Using
+from tests.engine.test_threads import in_threads
+from tests.layers import Apply, Weighted, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
@@ -51,42 +51,21 @@ KINDS: dict[str, tuple[type[Any], tuple[int, ...]]] = {
 }
 
 
-class Affine(nn.Module):
-    """A layer with a weight that treats each sample by itself, whatever the shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).tanh() + x
+def scaling() -> nn.Module:
+    """Return a layer with a weight that treats each sample by itself, whatever the shape."""
+    return Weighted(lambda x, weight: (x * weight).tanh() + x, ())
 
 
-class Scaled(nn.BatchNorm1d):
-    """A user's subclass with operations before and after the norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + 1) * 3
-
-
-class Twice(nn.Module):
-    """A layer that runs one norm twice on each input."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        z: Tensor = self.norm(x * x + 5)
-        return y + z
+def twice(norm: nn.Module) -> nn.Module:
+    """Return a layer that runs one norm twice on each input."""
+    return With(norm, lambda norm, x: norm(x) + norm(x * x + 5))
 
 
 #: A layer, made of a norm. Cells sum the gradients of what runs twice in another order, so that one is frozen.
 LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "norm": lambda norm: norm,
-    "norm inside": lambda norm: nn.Sequential(Affine(), norm, nn.ReLU()),
-    "norm that runs twice": lambda norm: Twice(norm.requires_grad_(False)),
+    "norm inside": lambda norm: nn.Sequential(scaling(), norm, nn.ReLU()),
+    "norm that runs twice": lambda norm: twice(norm.requires_grad_(False)),
     "norm in evaluation": lambda norm: norm.eval(),
 }
 
@@ -161,7 +140,7 @@ def test_like_the_whole_mini_batch(
     if sample == (3,):
         assume(all(len(part) != 1 for batch in batches for part in torch.zeros(batch).chunk(chunks)))
     norms = [LAYERS[name](make(3, momentum=momentum, affine=affine)) for name in layers]
-    model, whole = deferred(pipe, mode, Affine(), *norms, chunks=chunks)
+    model, whole = deferred(pipe, mode, scaling(), *norms, chunks=chunks)
     parts = copy.deepcopy(whole)
     for k, batch in enumerate(batches):
         x = data(batch, *sample, seed=k)
@@ -178,8 +157,7 @@ def test_like_the_whole_mini_batch(
 
 def test_a_layer_that_does_not_always_run(pipe: Pipe, checkpoint: str) -> None:
     x = torch.cat([data(2, 3).detach().abs(), -data(2, 3).detach().abs(), data(2, 3, seed=1).detach().abs()])
-    skips = Using(lambda norm, x: norm(x) if x[0, 0] > 0 else x)
-    skips.linear = nn.BatchNorm1d(3)
+    skips = With(nn.BatchNorm1d(3), lambda norm, x: norm(x) if x[0, 0] > 0 else x)
     model, whole = deferred(pipe, checkpoint, skips)
     outcome(model, x)
     whole(x[[0, 1, 4, 5]])
@@ -206,7 +184,7 @@ def test_a_call_that_fails_leaves_nothing(pipe: Pipe, checkpoint: str) -> None:
             raise ValueError("asked to fail")
         return x
 
-    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), Apply(fails), nn.BatchNorm1d(3), Affine(), chunks=4)
+    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), Apply(fails), nn.BatchNorm1d(3), scaling(), chunks=4)
     del whole[3], whole[1]
     model[3].forward = lambda x: x if x[0, 0] > 0 else (x, x)
     for error, message in ((ValueError, "asked to fail"), ((TypeError, ValueError), None)):
@@ -222,17 +200,16 @@ def test_a_call_that_fails_leaves_nothing(pipe: Pipe, checkpoint: str) -> None:
 def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
     """With an average over all mini-batches, the order in which they are counted does not matter.
 
-    Threads take turns often, so that two would be in a norm at once without its lock.
+    Threads take turns often (`in_threads`), so that two would be in a norm at once without its lock.
     """
-    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3, momentum=None), Affine(), nn.Identity())
+    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3, momentum=None), scaling(), nn.Identity())
     inputs = [data(6 + 2 * (k % 2), 3, seed=k) for k in range(24)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda x: model(x).sum().backward(), inputs))
-    finally:
-        sys.setswitchinterval(before)
+
+    def train(of_thread: list[Tensor]) -> None:
+        for x in of_thread:
+            model(x).sum().backward()
+
+    in_threads(*[partial(train, inputs[k::4]) for k in range(4)])
     for x in inputs:
         whole(x)
     assert_same_statistics(model, whole)
@@ -240,7 +217,7 @@ def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
 
 def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
     """The mini-batch is that of the outer pipeline."""
-    inner = nn.Sequential(Affine(), nn.BatchNorm1d(3), Twice(nn.BatchNorm1d(3)))
+    inner = nn.Sequential(scaling(), nn.BatchNorm1d(3), twice(nn.BatchNorm1d(3)))
     whole = copy.deepcopy(nn.Sequential(*inner)).double()
     nested = pipe(inner, [1, 2], chunks=2, checkpoint=checkpoint, deferred_batch_norm=True)
     model = pipe(nn.Sequential(nn.Identity(), nested), [1, 1], chunks=3, checkpoint=checkpoint).double()
@@ -255,7 +232,7 @@ def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["workers"], indirect=True)
 def test_compiled(pipe: Pipe) -> None:
-    model, whole = deferred(pipe, "never", Affine(), nn.BatchNorm1d(3), chunks=2)
+    model, whole = deferred(pipe, "never", scaling(), nn.BatchNorm1d(3), chunks=2)
     model[1].compile(backend="eager")
     for k in range(2):
         model(data(6, 3, seed=k))
@@ -297,7 +274,7 @@ def test_mini_batch() -> None:
 
 def test_calls_of_a_pipeline_in_a_mini_batch(pipe: Pipe, checkpoint: str) -> None:
     """Gradients are accumulated over several calls: one mini-batch for the statistics and for the optimizer."""
-    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), Twice(nn.BatchNorm1d(3)))
+    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), twice(nn.BatchNorm1d(3)))
     x = data(24, 3)
     with mini_batch(2):
         for part in x.chunk(2):
@@ -433,7 +410,7 @@ def test_converts_once() -> None:
 
 
 def test_the_callers_module_is_not_changed_and_shares_all_state(pipe: Pipe) -> None:
-    module = nn.Sequential(nn.Sequential(Affine(), nn.BatchNorm1d(3)), nn.ModuleDict({"a": nn.BatchNorm1d(3)})["a"])
+    module = nn.Sequential(nn.Sequential(scaling(), nn.BatchNorm1d(3)), nn.ModuleDict({"a": nn.BatchNorm1d(3)})["a"])
     before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in module.named_modules()}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     model = pipe(module, [1, 1], chunks=2, deferred_batch_norm=True)
@@ -496,6 +473,11 @@ def test_a_compiled_module_is_not_called_in_place_of_the_converted_one() -> None
 
 def test_a_forward_of_its_own_is_refused() -> None:
     """Operations of such a forward, around the normalisation or instead of it, would be lost."""
+
+    class Scaled(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 1) * 3
+
     patched = nn.BatchNorm1d(3)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     for norm in (Scaled(3), patched):
@@ -572,7 +554,7 @@ def test_nothing_is_kept_after_a_call(pipe: Pipe, checkpoint: str) -> None:
 
     A micro-batch that is not checkpointed saves its own moments for backward.
     """
-    model, _ = deferred(pipe, checkpoint, Affine(), nn.BatchNorm1d(37), nn.Identity(), chunks=2)
+    model, _ = deferred(pipe, checkpoint, scaling(), nn.BatchNorm1d(37), nn.Identity(), chunks=2)
 
     def alive() -> int:
         grads = {id(parameter.grad) for parameter in model.parameters()}

@@ -7,15 +7,10 @@ reports what failed. The reference is the plain model, in the same process, on t
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
-import io
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,9 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import torchgpipe
 from tests.distributed.launch import launch
-from tests.layers import Using
+from tests.engine.test_threads import build
+from tests.layers import Using, With
 from torchgpipe import GPipe, pipelined
 from torchgpipe.batchnorm import mini_batch
 from torchgpipe.model import data_parallel
@@ -41,7 +36,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-EXAMPLES = Path(torchgpipe.__file__).parent.parent / "examples"
 WORLD = 2
 CHUNKS = 3
 BALANCE = [2, 1, 2]
@@ -85,12 +79,6 @@ def case(*ways: Way) -> Callable[[Case], Case]:
         return function
 
     return add
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
-    return layers.double()
 
 
 def data(size: int, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -206,21 +194,11 @@ def parts_are_frozen(way: Way) -> None:
         trial.check()
 
 
-class Branch(nn.Module):
-    """A layer that uses one of two layers, chosen by the first number of its input, and never the third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.above, self.below, self.never = (nn.Linear(2, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.above(x) if x[0, 0] > 0 else self.below(x)
-        return y
-
-
 def branch(layers: nn.Sequential) -> None:
+    """Begin with a layer that uses one of two, chosen by the first number of its input, and never the third."""
     torch.manual_seed(1)
-    layers[0] = Branch().double()
+    three = nn.ModuleList([nn.Linear(2, 3) for _ in range(3)])
+    layers[0] = With(three, lambda three, x: three[0 if x[0, 0] > 0 else 1](x)).double()
 
 
 def signed(step: int, signs: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -433,21 +411,14 @@ def statistics_of_one_process_alone(way: Way) -> None:
         assert sent == []
 
 
-class Sometimes(nn.Module):
-    """A layer that runs a norm twice if the whole input is positive, and otherwise not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.norm(x) + 5) if (x > 0).all() else x
-
-
 @case(*GPIPES)
 def statistics_of_layers_that_do_not_run_everywhere(way: Way) -> None:
-    """A process whose layer has not run takes over the statistics of the others. No process waits for another."""
-    layers = nn.Sequential(nn.Identity(), Sometimes(), nn.Identity(), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
+    """A process whose layer has not run takes over the statistics of the others. No process waits for another.
+
+    The layer runs its norm twice if the whole input is positive, and otherwise not at all.
+    """
+    sometimes = With(nn.BatchNorm1d(2), lambda norm, x: norm(norm(x) + 5) if (x > 0).all() else x)
+    layers = nn.Sequential(nn.Identity(), sometimes, nn.Identity(), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
     first, second = nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).double()
     normalise = copy.deepcopy(first)
     pipeline = way(layers, deferred_batch_norm=True)
@@ -465,7 +436,7 @@ def statistics_of_layers_that_do_not_run_everywhere(way: Way) -> None:
                 first(torch.cat(seen_again))
             passed_by = [x for x, sign in zip(of_all, signs) if sign < 0]
             second(torch.cat([*map(normalise, seen_again), *passed_by]))
-        for name, norm in (("1.norm", first), ("3", second)):
+        for name, norm in (("1.module", first), ("3", second)):
             for key, expected in norm.named_buffers():
                 torch.testing.assert_close(pipeline.get_buffer(f"{name}.{key}"), expected)
 
@@ -493,8 +464,8 @@ def what_would_wait_for_ever_is_refused(way: Way) -> None:
 # -------------------------------------------------------------------------------------------------------- the processes
 
 
-def run_all(folder: str) -> dict[str, list[str]]:
-    """Run all cases and the example in one process, and return what failed in each, and what the example says."""
+def run_all() -> dict[str, list[str]]:
+    """Run all cases in one process, and return what failed in each."""
     warnings.simplefilter("error")
     # DDP warns if it looks for unused parameters and finds none.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
@@ -513,27 +484,13 @@ def run_all(folder: str) -> dict[str, list[str]]:
             dist.all_reduce(failed)
             if failed:
                 dist.barrier()
-    if importlib.util.find_spec("tqdm"):
-        reports["example"] = output_of_the_example(folder)
     return reports
 
 
-def output_of_the_example(folder: str) -> list[str]:
-    """Run it in the group that is there."""
-    sys.path.append(str(EXAMPLES))
-    example = importlib.import_module("ddp")
-    output, ignored = io.StringIO(), lambda *args, **options: None
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(io.StringIO()):
-        patch.setattr(dist, "init_process_group", ignored)
-        patch.setattr(dist, "destroy_process_group", ignored)
-        example.train(dist.get_rank(), folder, example.parse_options(["--steps", "3", "--batch", "16"]))
-    return output.getvalue().splitlines()
-
-
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+def reports() -> list[dict[str, list[str]]]:
     """Return the reports of both processes."""
-    return launch(WORLD, run_all, str(tmp_path_factory.mktemp("ddp")), timeout=60, limit=200)
+    return launch(WORLD, run_all, timeout=60, limit=200)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -541,11 +498,3 @@ def test_two_processes(reports: list[dict[str, list[str]]], name: str) -> None:
     for report in reports:
         if report[name]:
             pytest.fail("\n".join(report[name]), pytrace=False)
-
-
-def test_the_example(reports: list[dict[str, list[str]]]) -> None:
-    pytest.importorskip("tqdm")
-    first, second = (report["example"] for report in reports)
-    assert first[0] == "parameters and statistics of the processes differ by 0.0"
-    assert "of new excerpts are recognised" in first[1]
-    assert second == []

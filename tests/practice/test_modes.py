@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-import torchgpipe
 from tests.conftest import Pipe
 from tests.layers import Using
 from tests.plain import assert_same, outcome, plain_outcome
@@ -63,27 +60,6 @@ def test_layers_are_frozen_and_thawed_between_steps(pipe: Pipe, checkpoint: str)
         assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
 
 
-def test_frozen_layers_in_front_run_once_and_are_not_differentiated(pipe: Pipe) -> None:
-    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double()
-    layers[:2].requires_grad_(False)
-    model = pipe(layers, [2, 1, 1], chunks=2, checkpoint="always")
-    runs, backwards = [0] * 4, [0] * 4
-
-    def count(k: int) -> Any:
-        def hook(layer: nn.Module, args: Any, output: Tensor) -> None:
-            runs[k] += 1
-            if output.requires_grad:
-                output.register_hook(lambda _: backwards.__setitem__(k, backwards[k] + 1))
-
-        return hook
-
-    for k, layer in enumerate(layers):
-        layer.register_forward_hook(count(k))
-    model(data(5)).sum().backward()
-    assert runs == [2, 2, 4, 4]
-    assert backwards == [0, 0, 2, 2]
-
-
 def test_backward_within_the_block_that_saves_on_the_cpu(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
     """`replay/test_ambient.py` has the block around the call alone."""
     x = data(6)
@@ -116,13 +92,3 @@ def test_all_that_is_saved_goes_through_the_hooks(pipe: Pipe, module: nn.Sequent
     assert packed.count("forward") == 2 * checkpointed + all_of_a_micro_batch * (3 - checkpointed)
     assert packed.count("backward") == all_of_a_micro_batch * checkpointed
     assert unpacked == ["backward"] * len(packed)
-
-
-def test_the_example_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
-    from adapters import main
-
-    main(["--steps", "2", "--batch", "4", "--width", "8", "--layers", "3", "--blocks", "1", "--rank", "1"])
-    out = capsys.readouterr().out
-    assert "8 of " in out and "down.weight" in out

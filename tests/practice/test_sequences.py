@@ -15,22 +15,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import torchgpipe
 from tests.conftest import Pipe
-from tests.layers import Apply, Using
+from tests.layers import Apply, Using, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import NoChunk
 
 sys.path.append(str(Path(torchgpipe.__file__).parent.parent / "examples"))
-
-
-class With(nn.Module):
-    """A layer that calls ``function(module, value)``."""
-
-    def __init__(self, module: nn.Module, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.module, self.function = module, function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(self.module, value)
 
 
 def recurrent(lstm: nn.LSTM, value: dict[str, Tensor]) -> dict[str, Tensor]:

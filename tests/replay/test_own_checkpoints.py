@@ -7,37 +7,36 @@ where the other had set it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.layers import With
 from torchgpipe import GPipe
 from torchgpipe.replay.callers_generator import CallersGenerator
 
 X = torch.randn(12, 4, dtype=torch.float64)
 
 
-class Own(nn.Module):
-    def __init__(self, dropout: float, recomputes: bool) -> None:
-        super().__init__()
-        self.recomputes = recomputes
-        self.inner = nn.Sequential(nn.Linear(4, 64), nn.Dropout(dropout), nn.Tanh(), nn.Linear(64, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.recomputes else self.inner(x)
-        return output
+def own(dropout: float, reentrant: bool | None) -> nn.Module:
+    """Return a layer that recomputes itself, unless ``reentrant`` is None."""
+    inner = nn.Sequential(nn.Linear(4, 64), nn.Dropout(dropout), nn.Tanh(), nn.Linear(64, 4))
+    if reentrant is None:
+        return With(inner, lambda inner, x: inner(x))
+    return With(inner, partial(checkpoint, use_reentrant=reentrant))
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZeroBubble"])
 @pytest.mark.parametrize(("mode", "dropout"), [("never", 0.5), ("always", 0.5), ("always", 0.0)])
 def test_layers_draw_and_the_caller_draws_what_they_would_draw(dropout: float, mode: Any, schedule: Any) -> None:
     results = []
-    for recomputes in (False, True):
+    for reentrant in (None, False):
         torch.manual_seed(0)
-        layers = nn.Sequential(*[Own(dropout, recomputes) for _ in range(6)]).double()
+        layers = nn.Sequential(*[own(dropout, reentrant) for _ in range(6)]).double()
         options: dict[str, Any] = {"schedule": schedule, "checkpoint": mode, "loss_fn": nn.functional.mse_loss}
         model = GPipe(layers, [2, 2, 2], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=6, **options)
         seen = []

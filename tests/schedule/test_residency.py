@@ -109,18 +109,6 @@ def test_layer_major_uploads_while_a_whole_partition_computes(n: int, laps: int,
         assert all(stay.first - stay.after > m for stay in stays if stay.first > 0)
 
 
-def test_two_devices() -> None:
-    made = residency(program("LayerMajor", 1, [0, 1, 0, 1, 0]), 2)
-    # Device 0: partitions 0, 2, 4 and back; device 1: partitions 1, 3 and back, which both stay.
-    assert [[stay.j for stay in stays] for stays in made.weights] == [[0, 2, 4, 0], [1, 3]]
-
-
-def test_forward_alone() -> None:
-    forward = [[action for action in own if action.kind == "F"] for own in program("LayerMajor", 3, [0] * 4)]
-    made = residency(forward, 2)
-    assert (made.uploads, made.gradients) == (4, [[]])
-
-
 @given(
     n=st.integers(1, 3), laps=st.integers(1, 4), m=st.integers(1, 4), slots=st.integers(1, 4), upload=st.integers(0, 20)
 )

@@ -5,8 +5,7 @@ No test calls `gc.collect()` before it looks: a cycle would hold its tensors unt
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -21,16 +20,11 @@ from tests.plain import assert_same, outcome, plain_outcome
 from tests.skip.layers import pair
 from torchgpipe import is_recomputing
 
+pytestmark = pytest.mark.usefixtures("no_collection")
+
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 M = 3
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Scene:

@@ -21,6 +21,7 @@ from tests.clocks import clocked
 from tests.conftest import Devices, Pipe
 from tests.faults import Fault, Plan, build, rows
 from tests.frames.models import chain
+from tests.layers import With
 from tests.plain import assert_same, outcome, tensors
 from tests.skip.layers import pair
 from torchgpipe import GPipe
@@ -184,21 +185,17 @@ def with_layer(j: int, layer: nn.Module) -> nn.Sequential:
     return layers
 
 
-class Constant(nn.Linear):
-    """A layer that returns its weight, whatever its input."""
-
-    def forward(self, _: Tensor) -> Tensor:
-        return self.weight
+def constant() -> nn.Module:
+    """Return a layer that returns its weight, whatever its input."""
+    return With(nn.Linear(3, 2), lambda linear, _: linear.weight)
 
 
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears(2)
-
-    def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def halves() -> nn.Module:
+    def forward(layers: nn.Sequential, inputs: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         first, second = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
-        return self.layers[0](first), self.layers[1](second)
+        return layers[0](first), layers[1](second)
+
+    return With(linears(2), forward)
 
 
 #: Layers, and the partitions whose cells have a backward. What a layer hands on has no node of the layer's own.
@@ -207,10 +204,10 @@ TRAINED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], bool]]] = 
     "the first hands on its input": (lambda: with_layer(0, nn.Identity()), lambda j: j > 0),
     "the second hands on its input": (lambda: with_layer(1, nn.Identity()), lambda j: True),
     "the last hands on its input": (lambda: with_layer(2, nn.Identity()), lambda j: True),
-    "the first returns a parameter": (lambda: with_layer(0, Constant(3, 2)), lambda j: True),
-    "the second returns a parameter": (lambda: with_layer(1, Constant(3, 2)), lambda j: j > 0),
-    "the last returns a parameter": (lambda: with_layer(2, Constant(3, 2)), lambda j: j > 1),
-    "several outputs": (lambda: nn.Sequential(Halves(), Halves(), Halves()), lambda j: True),
+    "the first returns a parameter": (lambda: with_layer(0, constant()), lambda j: True),
+    "the second returns a parameter": (lambda: with_layer(1, constant()), lambda j: j > 0),
+    "the last returns a parameter": (lambda: with_layer(2, constant()), lambda j: j > 1),
+    "several outputs": (lambda: nn.Sequential(halves(), halves(), halves()), lambda j: True),
 }
 
 
@@ -369,20 +366,17 @@ def test_only_the_last_steps_are_kept() -> None:
         timeline.of_step(0)
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_no_tensor_is_kept(pipe: Pipe, checkpoint: str) -> None:
     """Tensors are freed without the help of the garbage collector."""
     model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
     seen: list[weakref.ref[Tensor]] = []
     model[1].register_forward_hook(lambda _, inputs, output: seen.extend([weakref.ref(inputs[0]), weakref.ref(output)]))
     gc.collect()
-    gc.disable()
-    try:
-        timeline = recorded(model)
-        assert timeline.spans
-        assert len(seen) >= 2 * M
-        assert [ref() for ref in seen if ref() is not None] == []
-    finally:
-        gc.enable()
+    timeline = recorded(model)
+    assert timeline.spans
+    assert len(seen) >= 2 * M
+    assert [ref() for ref in seen if ref() is not None] == []
 
 
 def test_a_backward_outside_the_block_is_not_recorded(pipe: Pipe, checkpoint: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from tests.accelerator import DEVICE, needs_accelerator
+from tests.layers import Using
 from torchgpipe import GPipe
 
 GPU = DEVICE
@@ -18,18 +19,15 @@ APART = 1e-3
 CYCLES = 20_000_000
 
 
-class Slow(nn.Module):
-    """A layer that keeps the GPU busy for some milliseconds, while the host goes on at once."""
+def slow() -> nn.Module:
+    """Return a layer that keeps the GPU busy for some milliseconds, while the host goes on at once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(linear: nn.Linear, input: Tensor) -> Tensor:
         if input.is_cuda:
             torch.cuda._sleep(CYCLES)
-        output: Tensor = self.linear(input)
-        return output
+        return linear(input)
+
+    return Using(forward, width=3)
 
 
 def slept() -> float:
@@ -47,7 +45,7 @@ def slept() -> float:
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 @pytest.mark.parametrize("devices", [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]], ids="-".join)
 def test_spans_are_those_of_the_work(devices: list[str], mode: str) -> None:
-    model = GPipe(nn.Sequential(Slow(), Slow()), [1, 1], devices=devices, chunks=3, checkpoint=mode)
+    model = GPipe(nn.Sequential(slow(), slow()), [1, 1], devices=devices, chunks=3, checkpoint=mode)
     with torchgpipe.record(model) as timeline:
         model(torch.randn(6, 3)).sum().backward()
     assert not any(span.failed for span in timeline.spans)
