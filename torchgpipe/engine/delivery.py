@@ -19,9 +19,10 @@ from torch.autograd.graph import get_gradient_edge
 from torchgpipe.devices.torch_internals import gradient_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.function import accumulate
+from torchgpipe.engine.function import Function, accumulate
 from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.replicas import Replicas
 
 __all__ = ["with_gradients"]
@@ -74,7 +75,11 @@ class _Delivery:
         self._parameters = parameters
         self._before: list[Leaf] = [parameter.grad for parameter in parameters]
         #: The numbers of the parameters with hooks, or with a graph of their own.
-        self._heard = [k for k, parameter in enumerate(parameters) if _listens(parameter)]
+        self._heard = [
+            k
+            for k, (parameter, node) in enumerate(zip(parameters, _nodes_behind(parameters)))
+            if not parameter.is_leaf or has_hooks(parameter, node)
+        ]
         #: Gradients that hooks have seen added to in place, each with a copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
         for parameter, before in zip(parameters, self._before):
@@ -126,8 +131,19 @@ class _Delivery:
             handle.remove()
 
 
-def _listens(parameter: Tensor) -> bool:
-    return not parameter.is_leaf or has_hooks(parameter, get_gradient_edge(parameter).node)
+class _Ends(Function):
+    """Forward: a phony. Nothing is differentiated here."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return get_phony(torch.device("cpu"))
+
+
+def _nodes_behind(parameters: Sequence[Tensor]) -> list[Any]:
+    """Return the nodes at which the gradients of parameters arrive, by one node in front of all of them."""
+    with torch.enable_grad():
+        phony: Any = _Ends.apply(*parameters) if parameters else None
+    return [] if phony is None else [node for node, _ in phony.grad_fn.next_functions]
 
 
 def _guard(parameter: Tensor) -> Any:

@@ -276,7 +276,8 @@ class Pipeline:
         buffers = set(map(id, module.buffers())) if columns.copies else frozenset[int]()
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
-        random_numbers = random_numbers or RandomNumbers(module, settings.devices)
+        modes = modes_of(module)
+        random_numbers = random_numbers or RandomNumbers(module, settings.devices, modes)
         return MiniBatch(
             module._torchgpipe_forward,
             f"{type(module).__name__}.forward",
@@ -287,14 +288,14 @@ class Pipeline:
             actions,
             backward=backward,
             splits=not recomputes,
-            verified=self._to_verify(inputs[0], backward=backward),
+            verified=self._to_verify(inputs[0], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
         )
 
-    def _to_verify(self, part: Arguments, *, backward: bool) -> Callable[[], None] | None:
+    def _to_verify(self, part: Arguments, modes: Any, *, backward: bool) -> Callable[[], None] | None:
         """Return what notes that such a mini-batch is verified; None if one was before."""
         names = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, modes_of(self.module), len(part.args), names
+        key = backward, self._structure, modes, len(part.args), names
         return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:

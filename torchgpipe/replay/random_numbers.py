@@ -47,13 +47,16 @@ class RandomNumbers:
     Args:
         model: the model; None if nothing is to be known of it, not even afterwards
         devices: the devices that it computes on
+        modes: what `modes_of` returns for the model, if that is known
 
     Attributes:
         callers_generator: the generator of the CPU, which the caller draws from as well
     """
 
-    def __init__(self, model: nn.Module | None, devices: Iterable[torch.device] = ()) -> None:
-        self._model, self._modes = model, () if model is None else modes_of(model)
+    def __init__(
+        self, model: nn.Module | None, devices: Iterable[torch.device] = (), modes: tuple[Any, ...] | None = None
+    ) -> None:
+        self._model, self._modes = model, modes or (() if model is None else modes_of(model))
         self._draws = None if model is None else _known.get(model, {}).get(self._modes)
         #: Which generators follow the micro-batches.
         self._swaps = self._draws or Draws(True, True)
