@@ -140,7 +140,7 @@ def batch_of(request: Request) -> dict[str, Tensor]:
 
 def train(request: Request) -> Answer:
     """Return the seconds of each step, by the clock and of CPU, and the loss."""
-    from benchmarks.training_steps import timed
+    from benchmarks.timing import timed
     from torchgpipe import pipelined
 
     way, m = request["way"], request["m"]

@@ -43,7 +43,7 @@ from benchmarks.peers import Answer, Case, Request, examples_on_path, running, s
 from benchmarks.placement import placed
 from benchmarks.program import Part, Program, ask_in_turn
 from benchmarks.records import MIB, PASSES, Row, ratios, shown, spread, table_of
-from benchmarks.training_steps import timed
+from benchmarks.timing import timed
 
 __all__ = ["PARTS"]
 CHILD = "mechanisms.py"

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.peers import Answer, Request, serve
-from benchmarks.tasks import TASKS, closed_units, inputs, made
-from benchmarks.tiny_steps import synchronize
+from benchmarks.tasks import TASKS, closed_units, inputs, loss, made
+from benchmarks.timing import synchronize
 
 SCHEDULES: dict[str, Any] = {"ScheduleGPipe": ScheduleGPipe, "Schedule1F1B": Schedule1F1B}
 
@@ -114,10 +114,6 @@ class Layers(nn.Sequential):
 
     def forward(self, *inputs: Tensor) -> Any:
         return super().forward(inputs[0] if len(inputs) == 1 else inputs)
-
-
-def loss(output: Tensor, _target: Tensor) -> Tensor:
-    return output.square().mean()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
 
-__all__ = ["TASKS", "TINY", "Task", "closed_units", "inputs", "made", "mlp", "segments"]
+__all__ = ["TASKS", "TINY", "Task", "closed_units", "inputs", "loss", "made", "mlp", "segments"]
 
 
 class Task(NamedTuple):
@@ -104,3 +104,7 @@ def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
 def segments(module: nn.Sequential) -> int:
     """Return the number of pieces for `checkpoint_sequential`."""
     return round(math.sqrt(len(list(closed_units(module)))))
+
+
+def loss(output: Tensor, _target: Tensor) -> Tensor:
+    return output.square().mean()

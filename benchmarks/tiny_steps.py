@@ -23,18 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import Answer, Request, pipeline, serve
+from benchmarks.timing import synchronize
 
 WIDTH = 4
 ROWS = 2
 
 Model = Callable[[Tensor], Tensor]
-
-
-def synchronize(devices: list[str]) -> None:
-    """Wait until accelerators have nothing to do."""
-    for device in {*map(torch.device, devices)}:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
 
 
 # ---- The layers.

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 from threading import Thread
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,29 +29,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.peers import Answer, Request, pipeline, serve
-from benchmarks.pytorch_pipelines import loss
-from benchmarks.tasks import TASKS, closed_units, inputs, made, segments
-from benchmarks.tiny_steps import synchronize
+from benchmarks.tasks import TASKS, closed_units, inputs, loss, made, segments
+from benchmarks.timing import Step, synchronize, timed
 
-__all__ = ["balance", "runner", "timed", "train"]
-
-#: Returns the loss of a step.
-Step = Callable[[], Tensor]
-
-
-def timed(step: Step, start: Callable[[], object], devices: list[str], request: Request) -> Answer:
-    """Return the seconds of each step after the first ones, by the clock and of CPU, and the loss of the last."""
-    seconds, cpu = [], []
-    for _ in range(request["warm_up"] + request["steps"]):
-        synchronize(devices)
-        begin, cpu_begin = perf_counter(), process_time()
-        start()
-        value = step()
-        synchronize(devices)
-        seconds.append(perf_counter() - begin)
-        cpu.append(process_time() - cpu_begin)
-    return {"seconds": seconds[request["warm_up"] :], "cpu": cpu[request["warm_up"] :], "loss": float(value)}
-
+__all__ = ["balance", "runner", "train"]
 
 # ---- Forward and backward, of all who can.
 
