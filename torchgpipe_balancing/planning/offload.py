@@ -126,8 +126,9 @@ def planned_offload(
     subject = subject_of(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
     costs = _measured(subject, devices, sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))}))
     del subject
-    _, per_byte = (0.0, 1 / bandwidth) if bandwidth else seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
-    speed = bandwidth or 1 / max(1e-15, per_byte)
+    if bandwidth is None:
+        _, per_byte = seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
+        bandwidth = 1 / max(1e-15, per_byte)
     ids = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() == 2]
     tokens = next((tensor.shape[1] for tensor in ids if not tensor.is_floating_point()), 1)
     best, least, n = None, math.inf, len(devices)
@@ -139,7 +140,7 @@ def planned_offload(
             least = min(least, max(held))
             if any(size > device.memory for size, device in zip(held, planned)):
                 continue
-            ran = division.streamed(slots, speed)
+            ran = division.streamed(slots, bandwidth)
             # Fewer partitions, micro-batches and slots come first.
             if best is None or ran.seconds < 0.99 * best.seconds:
                 stays, weights = residency(division.program, slots), division.weights
@@ -156,9 +157,9 @@ def planned_offload(
                     bytes_down=stays.bytes_down(division.trained),
                     hidden=ran.uploading - ran.waited,
                     waited=ran.waited,
-                    bandwidth=speed,
+                    bandwidth=bandwidth,
                     rows_to_hide=tuple(
-                        [sum(weights) / speed * rows * n / (passes or math.inf) for passes in computing]
+                        [sum(weights) / bandwidth * rows * n / (passes or math.inf) for passes in computing]
                     ),
                     layers=tuple([layer.modules for layer in costs.layers]),
                     _tokens=tokens,
@@ -193,13 +194,13 @@ class _Division:
         recomputed = range(len(costs.layers) if recomputes else 0)
         self.costs = [problem.partition_cost(j, *span, recomputed) for j, span in enumerate(spans)]
 
-    def streamed(self, slots: int, speed: float) -> Streamed:
-        """Return the simulated step with so many slots a device, given the bytes of a second of uploads."""
+    def streamed(self, slots: int, bandwidth: float) -> Streamed:
+        """Return the simulated step with so many slots a device, given the bytes a second of uploads."""
         return streamed(
             self.program,
             slots,
             lambda action: self.costs[action.j].seconds[action.kind],
-            lambda j: self.weights[j] / speed,
+            lambda j: self.weights[j] / bandwidth,
         )
 
     def held(self, k: int, slots: int) -> float:

@@ -117,15 +117,15 @@ class Search:
 
     def _start(self) -> Cuts:
         layers = self.problem.layers
-        cuts = self._even([layer.forward + layer.backward for layer in layers])
-        if self._misfit(cuts) <= 0:
-            return cuts
+        even = self._even([layer.forward + layer.backward for layer in layers])
+        if self._misfit(even) <= 0:
+            return even
+        near = self._near(even)
         if all(len(partitions) == 1 for partitions in self._rehearsal.partitions):
-            near = self._near(cuts)  # Nearer to even, if it fits.
-            return near if self._misfit(near) <= 0 else self._filled(0.0) or self._nearest(cuts)
+            return near if self._misfit(near) <= 0 else self._filled(0.0) or self._nearest(even)
         most = max([float(held[..., 0].max()) for held in self._rehearsal.held])
-        bytes = self._even([most * layer.kept + layer.state for layer in layers])
-        cuts = min(self._near(cuts), self._near(bytes), key=self._misfit)
+        even_in_bytes = self._even([most * layer.kept + layer.state for layer in layers])
+        cuts = min(near, self._near(even_in_bytes), key=self._misfit)
         if self._misfit(cuts) > 0 and math.comb(self._size - 1, self._n - 1) <= _FEW:
             cuts_between = combinations(range(1, self._size), self._n - 1)
             cuts = min([(0, *between, self._size) for between in cuts_between], key=self._misfit)
