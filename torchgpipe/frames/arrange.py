@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings, door_of, name_of
+from torchgpipe.frames.settings import Settings, door_of, name_of, tensors_of
 from torchgpipe.frames.spine import Trace, spine_of
-from torchgpipe.model.values import dotted
 
 __all__ = ["arrange"]
 
@@ -208,11 +207,9 @@ class _Doors:
     def homes(self) -> dict[str, int]:
         """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
         return {
-            dotted(prefix, name): self._place_at(self._traced.used.get(tensor, 0))[0]
-            for prefix, child in self._module.named_modules()
-            if door_of(prefix, self._columns) is None
-            for name, tensor in [*child._parameters.items(), *child._buffers.items()]
-            if tensor is not None
+            name: self._place_at(self._traced.used.get(tensor, 0))[0]
+            for name, _, _, tensor in tensors_of(self._module)
+            if door_of(name, self._columns) is None
         }
 
     def verify_stored(self) -> None:

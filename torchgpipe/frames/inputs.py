@@ -80,6 +80,20 @@ def arguments_of(sample: Any) -> Arguments:
     )
 
 
+class Reading(NamedTuple):
+    """A way to read the sample.
+
+    Attributes:
+        batch: the name of the argument whose dimension 0 is the batch; '' if there is none
+        rows: the number of rows; 0 if there is nothing to split
+        items_are_rows: whether the items of lists are the rows
+    """
+
+    batch: str
+    rows: int
+    items_are_rows: bool
+
+
 class Splitter:
     """Splits arguments by name.
 
@@ -89,9 +103,9 @@ class Splitter:
         no_chunk: the names of arguments that are passed whole
 
     Attributes:
-        rows: the number of rows of the sample; 0 if it has nothing to split
-        batch: the name of the argument whose dimension 0 is the batch; '' if there is none
-        readings: how many ways there are to read the sample; if there are several, only runs can tell; see `read`
+        readings: the ways to read the sample; if there are several, only runs can tell; see `read`
+        rows: the number of rows of the sample, as it is read
+        batch: the name of the argument whose dimension 0 is the batch, as the sample is read
 
     Raises:
         ValueError: ``no_chunk`` names no argument of the sample, a tensor is nested, or there are no rows.
@@ -114,26 +128,24 @@ class Splitter:
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
         in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)
         tensors = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
-        alone = [(path, length, False) for path, length in tensors if not path.startswith(in_lists)]
-        inside = [(path, length, False) for path, length in tensors if path.startswith(in_lists)]
-        #: What the batch may be, and its rows, and whether the items of lists are the rows.
-        self._readings = alone[:1]
+        alone = [Reading(path, length, False) for path, length in tensors if not path.startswith(in_lists)]
+        inside = [Reading(path, length, False) for path, length in tensors if path.startswith(in_lists)]
+        self.readings = alone[:1]
         if not alone:
-            self._readings = [*[(path, len(value), True) for path, value in lists[:1]], *inside[:1]]
-        elif alone[0][1] == 1:
-            self._readings += [reading for reading in alone if reading[1] > 1][:1]
+            self.readings = [*[Reading(path, len(value), True) for path, value in lists[:1]], *inside[:1]]
+        elif alone[0].rows == 1:
+            self.readings += [reading for reading in alone if reading.rows > 1][:1]
         empty = [path for path, value in parts if isinstance(value, Tensor) and value.shape[:1] == (0,)]
-        if empty and not self._readings:
+        if empty and not self.readings:
             raise ValueError(
                 f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
             )
-        self.readings = len(self._readings)
         self._parts = parts
-        self.read(0)
+        self.read(self.readings[0] if self.readings else Reading("", 0, False))
 
-    def read(self, k: int) -> None:
-        """Read the sample in the ``k``-th way: decide what is split."""
-        self.batch, self.rows, items_are_rows = self._readings[k] if self._readings else ("", 0, False)
+    def read(self, reading: Reading) -> None:
+        """Read the sample in this way: decide what is split."""
+        self.batch, self.rows, items_are_rows = reading
         #: For each path in the sample, whether it is split.
         self._split = {path: _length(value) == self.rows > 0 for path, value in self._parts}
         for path, value in self._parts:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.engine.host_memory import verify_home
-from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.settings import Settings, tensors_of
 from torchgpipe.model.placement import give_memory, move_parameter
-from torchgpipe.model.values import dotted
 
 __all__ = ["move"]
 
@@ -24,12 +23,7 @@ def move(module: nn.Module, settings: Settings) -> None:
     Raises:
         ValueError: a buffer on the meta device is in no ``state_dict``, so nothing could load it.
     """
-    tensors = [
-        (dotted(prefix, name), child, name, tensor)
-        for prefix, child in module.named_modules()
-        for name, tensor in [*child._parameters.items(), *child._buffers.items()]
-        if tensor is not None
-    ]
+    tensors = list(tensors_of(module))
     lost = [
         full
         for full, child, name, tensor in tensors

@@ -5,19 +5,19 @@ It lies on the module, so that copies and pickles of the module are pipelined, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.sample import Study
 from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Schedule
 
-__all__ = ["Settings", "door_of", "name_of"]
+__all__ = ["Settings", "door_of", "name_of", "tensors_of"]
 
 
 @dataclass
@@ -87,3 +87,11 @@ def door_of(name: str, doors: Container[str]) -> str | None:
 def name_of(members: Sequence[int]) -> str:
     """Return a name for a column, made of the numbers of its partitions, for errors."""
     return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield all places of parameters and buffers: the name in the model, the module, the name there, and the tensor."""
+    for prefix, child in module.named_modules():
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None:
+                yield dotted(prefix, name), child, name, tensor
