@@ -234,3 +234,20 @@ def test_statistics_that_a_checkpoint_of_the_models_own_counts_again() -> None:
     for momentum, schedule in [(0.1, "1F1B"), (None, "ZeroBubble")]:
         with pytest.raises(ValueError, match=r"buffer .* again at backward.* pipelined\(checkpoint=...\)"):
             pipelined(net(momentum), x, chunks=2, devices=TWO, schedule=schedule)
+
+
+def test_rows_that_are_not_in_dimension_0_are_told_with_what_is_split() -> None:
+    """The error was that of the layer, which says nothing about rows."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.GRU(4, 4, batch_first=True)
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, state: Tensor) -> Any:
+            return self.head(self.recurrent(x, state)[0])
+
+    with pytest.raises(RuntimeError, match="hidden size") as raised:
+        pipelined(Recurrent(), (torch.randn(3, 5, 4), torch.randn(1, 3, 4)), chunks=2, devices=TWO)
+    assert "split along dimension 0: ['x']; passed whole: ['state']" in raised.value.__notes__[-1]

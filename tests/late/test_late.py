@@ -121,9 +121,10 @@ def test_events(side: torch.Stream) -> None:
 
 
 def test_a_conjugate_view_is_conjugate() -> None:
-    """Gradients of complex layers were those of other weights."""
+    """Gradients of complex layers were those of other weights, and copies went round until the stack was full."""
     x = torch.randn(3, 3, dtype=torch.complex128, device="cpu")
     assert torch.equal((x.to("late:0") @ x.to("late:0").conj()).cpu(), x @ x.conj())
+    assert torch.equal(x.to("late:0").conj().to("late:1").imag.cpu(), x.conj().imag)
 
 
 def test_tensors_of_two_devices_do_not_mix() -> None:

@@ -214,7 +214,10 @@ class Proof:
             try:
                 whole, whole_loss = self._together()
             except Exception as error:
-                error.add_note(f"while the plain model ran on {sum(sizes)} rows, to compare the pipeline with it")
+                error.add_note(
+                    f"while the plain model ran on {sum(sizes)} rows, to compare the pipeline with it "
+                    f"({self._decisions()})"
+                )
                 raise
         add = self.comparison.add
         if loss is not None and whole_loss is not None and not draws:
