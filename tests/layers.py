@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Apply", "Chain", "Using", "Weighted", "With"]
+__all__ = ["Apply", "Using", "Weighted", "With"]
 
 
 class Apply(nn.Module):
@@ -55,16 +55,3 @@ class With(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(self.module, *inputs)
-
-
-class Chain(nn.Module):
-    """A model of two linear layers that is no Sequential."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) * scale
-        return x

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
-from tests.layers import Apply, Chain, Using
+from tests.frames.models import chain
+from tests.layers import Apply, Using
 from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
 from torchgpipe.replay import random_numbers
@@ -299,22 +300,25 @@ def test_what_is_missing_or_does_not_fit_is_refused(call: Callable[[], Any], mes
     GPipe(mlp(), [1] * 4, devices=FOUR)  # never steps
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda **options: GPipe(nn.Sequential(*Chain().layers), [1, 1], devices=["cpu", "cpu"], **options),
-        lambda **options: pipelined(Chain(), torch.randn(2, 2), devices=["cpu", "cpu"], partitions=2, **options),
-    ],
-    ids=["GPipe", "pipelined"],
-)
+def scaled(self: Any, x: Tensor, scale: Tensor | float = 1.0) -> Any:
+    return self.layers[1](self.layers[0](x) * scale)
+
+
+@pytest.mark.parametrize("kind", ["GPipe", "pipelined"])
 @pytest.mark.parametrize(
     "options",
     [{"loss_fn": F.mse_loss}, {"loss_fn": lambda output, _: output.mean(), "weight": len}],
     ids=["loss_fn", "weight"],
 )
-def test_a_loss_that_misses_its_target_says_so(made: Callable[..., Any], options: dict[str, Any]) -> None:
+def test_a_loss_that_misses_its_target_says_so(kind: str, options: dict[str, Any]) -> None:
     """In ``step(x, y)`` of a pipelined model, y once was an argument of the model, and the error one of None."""
-    model, x = made(chunks=2, **options), torch.randn(4, 2)
+    layers, x = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.randn(4, 2)
+    options = {"devices": ["cpu"] * 2, "chunks": 2, **options}
+    model: Any
+    if kind == "GPipe":
+        model = GPipe(nn.Sequential(*layers), [1, 1], **options)
+    else:
+        model = pipelined(chain(scaled, *layers), x, **options)
     with pytest.raises((AttributeError, TypeError)) as raised:
         model.step(x)
     assert raised.value.__notes__[0] == "no target was given: step(..., target=y)"

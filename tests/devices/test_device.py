@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.layers import Chain
 
 MODEL, X = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(4, 2)
 
@@ -19,7 +18,7 @@ MODEL, X = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(4, 2)
     "asked",
     [
         lambda devices: torchgpipe.GPipe(MODEL, [1, 1], devices=devices),
-        lambda devices: torchgpipe.pipelined(Chain(), X, chunks=2, devices=devices),
+        lambda devices: torchgpipe.pipelined(MODEL, X, chunks=2, devices=devices),
         lambda devices: torchgpipe.plan(MODEL, X, batch=4, devices=devices),
     ],
     ids=["GPipe", "pipelined", "plan"],

@@ -248,29 +248,6 @@ def train(model: Any, data: dict[str, Tensor], run: str) -> None:
         model(**data)["loss"].backward()
 
 
-@pytest.mark.parametrize("run", ["backward", "step"])
-def test_hooks_of_parameters_hear_the_gradient_once(
-    pair: tuple[Any, Decoder], data: dict[str, Tensor], run: str
-) -> None:
-    model, plain = pair
-    plain_loss(plain, data, 3)
-    heard: list[Tensor] = []
-    model.embed.weight.register_hook(heard.append)
-    after: list[Tensor] = []
-    model.layers[2].up.weight.register_post_accumulate_grad_hook(lambda one: after.append(one.grad.clone()))
-    train(model, data, run)
-    assert len(heard) == len(after) == 1
-    expected = gradients(plain)
-    same({"embed": heard[0], "up": after[0]}, {"embed": expected["embed.weight"], "up": expected["layers.2.up.weight"]})
-
-
-def test_frozen_parameters_get_no_gradient(pair: tuple[Any, Decoder], data: dict[str, Tensor]) -> None:
-    for one in pair:
-        for parameter in [*one.embed.parameters(), one.place, *one.layers[:3].parameters()]:
-            parameter.requires_grad_(False)
-    expect_plain(*pair, data)
-
-
 @pytest.mark.parametrize("run", ["backward", "step", "forward"])
 @pytest.mark.usefixtures("no_collection")
 def test_nothing_is_left(pair: tuple[Any, Decoder], data: dict[str, Tensor], run: str) -> None:

@@ -72,7 +72,12 @@ def test_any_program_on_accelerators(program: Program, data: st.DataObject) -> N
 
 def check(where: str, program: Program, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, min(3, len(program.parts))))
+    numbers = st.just(set()) | st.sets(st.integers(0, 20), max_size=4)
+    frozen, hooked = data.draw(numbers, label="frozen"), data.draw(numbers, label="hooked")
+    for k, parameter in enumerate(program.parameters()):
+        parameter.requires_grad_(k not in frozen)
     plain = copy.deepcopy(program)
+    heard, told = listen(program, hooked), listen(plain, hooked)
     dtype = program.square.dtype
     size = data.draw(st.sampled_from([6, 6, 5]))
     batches = [torch.randn(size, 4, dtype=dtype) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
@@ -107,12 +112,29 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
         assert doubtful or str(error).startswith(HARMLESS), error
         return
     event("right")
+    # In which order the parameters get their gradients, nobody promises.
+    heard, told = (sorted(each, key=lambda pair: pair[0]) for each in (heard, told))
+    assert [name for name, _ in heard] == [name for name, _ in told]
     slack = 1e-10 if dtype == torch.float64 else 0.05  # bfloat16, in which a product rounds differently by strides
     for result, wanted in zip(results, expected, strict=True):
         for name, tensor in wanted.items():
             # A copy on another device has other strides, with which products may round differently.
             is_exact = name.startswith("out ") and where != "late"
             close(name, result[name], tensor, 0.0 if is_exact else slack)
+    for (name, grad), (_, wanted) in zip(heard, told):
+        close(f"what a hook of {name} hears", grad, wanted, slack)
+
+
+def listen(model: Program, which: set[int]) -> list[tuple[str, Tensor]]:
+    """Put hooks on the parameters of these numbers, and return the list of what they will hear."""
+    heard: list[tuple[str, Tensor]] = []
+    for k, (name, parameter) in enumerate(model.named_parameters()):
+        if k in which and parameter.requires_grad:
+            parameter.register_hook(lambda grad, name=name: heard.append((name, grad.clone())))
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, name=name: heard.append((f"{name}, accumulated", parameter.grad.clone()))
+            )
+    return heard
 
 
 def close(name: str, actual: Tensor | None, expected: Tensor | None, slack: float) -> None:

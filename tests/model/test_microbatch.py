@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.layers import Chain
 from tests.plain import assert_equal, tensors
 from torchgpipe import GPipe, NoChunk, pipelined
 from torchgpipe.model.microbatch import Batch, gather, scatter
 
-CPU = torch.device("cpu")
+CPU, X = torch.device("cpu"), torch.randn(2, 2)
 
 
 def values(batches: list[Batch]) -> list[Any]:
@@ -110,11 +109,8 @@ def test_fewer_rows_than_chunks_are_told_of_once(kind: str, call: str) -> None:
     options: Any = {"devices": ["cpu:0", "cpu:1"], "chunks": 8, "loss_fn": lambda output, target: output.mean()}
 
     def ran(*batches: int) -> list[warnings.WarningMessage]:
-        model: Any = (
-            GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], **options)
-            if kind == "GPipe"
-            else pipelined(Chain(), torch.randn(2, 2), **options)
-        )
+        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model: Any = GPipe(layers, [1, 1], **options) if kind == "GPipe" else pipelined(layers, X, **options)
         run = model if call == "forward" else model.step
         with torch.no_grad():
             run(torch.randn(1, 2))  # A single row is what one has in evaluation.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -42,25 +41,17 @@ def images(rows: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
     )
 
 
-def seeded(make: Callable[..., Any]) -> Callable[[], Any]:
-    def build() -> Any:
-        torch.manual_seed(0)
-        return make().double()
-
-    return build
-
-
-@seeded
 def vision_transformer_of_timm() -> Any:
     sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": CLASSES}
-    return timm.models.VisionTransformer(**sizes)
+    torch.manual_seed(0)
+    return timm.models.VisionTransformer(**sizes).double()
 
 
-@seeded
 def unet_of_diffusers() -> Any:
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
     sizes = {"sample_size": 8, "in_channels": 1, "out_channels": 1, "layers_per_block": 1, "norm_num_groups": 4}
-    return diffusers.UNet2DModel(block_out_channels=(8, 16), attention_head_dim=4, **sizes, **blocks)
+    torch.manual_seed(0)
+    return diffusers.UNet2DModel(block_out_channels=(8, 16), attention_head_dim=4, **sizes, **blocks).double()
 
 
 def in_pipeline(model: Any, chunks: int = CHUNKS) -> Any:
