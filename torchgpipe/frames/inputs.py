@@ -112,6 +112,7 @@ class Splitter:
     """
 
     def __init__(self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str]) -> None:
+        no_chunk = [no_chunk] if isinstance(no_chunk, str) else no_chunk
         self._names = _positional(forward)
         named = dict(self._named(sample))
         unknown = [name for name in no_chunk if name not in named and name not in self._names]
