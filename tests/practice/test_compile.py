@@ -47,7 +47,8 @@ class Graphs:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> Iterator[None]:
     torch.compiler.reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=32):  # Layers share one function, compiled for each mode and size.
+        yield
     torch.compiler.reset()
 
 
