@@ -67,9 +67,10 @@ def placings(draw: st.DrawFn, n: int, exact: bool, *, own: bool = True, one_devi
     if one_device:
         places = [0] * n
     elif name in ("1F1B", "ZeroBubble"):
-        places = [*accumulate(draw(st.lists(st.integers(0, 1), min_size=n - 1, max_size=n - 1)), initial=0)]
+        steps = draw(st.lists(st.integers(0, 1), min_size=n - 1, max_size=n - 1))
+        places = [min(place, 3) for place in accumulate(steps, initial=0)]  # The accelerator of the tests has four.
     elif name == "Interleaved1F1B":
-        d = draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
+        d = draw(st.sampled_from([d for d in range(1, min(n, 4) + 1) if n % d == 0]))
         places = [j % d for j in range(n)]
     elif name == "V-Half":
         places = [min(j, n - 1 - j) for j in range(n)]
