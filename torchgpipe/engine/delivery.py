@@ -140,7 +140,10 @@ class _Ends(Function):
 
 
 def _nodes_behind(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the nodes at which the gradients of parameters arrive, by one node in front of all of them."""
+    """Return the nodes at which the gradients of parameters arrive, as the one node in front of all of them knows them.
+
+    PyTorch's own `get_gradient_edge` makes a view and a node for each parameter, in every step.
+    """
     with torch.enable_grad():
         phony: Any = _Ends.apply(*parameters) if parameters else None
     return [] if phony is None else [node for node, _ in phony.grad_fn.next_functions]

@@ -223,9 +223,9 @@ class PartitionCall:
         names = [*self._buffers, *[(module, name) for module, name, _ in self._attributes]]
         for (module, name), (old, old_version), (new, new_version) in zip(names, before, self.state()):
             if old is not new or old_version != new_version:
-                sort = "buffer" if name in module._buffers else "tensor"
+                kind = "buffer" if name in module._buffers else "tensor"
                 raise RuntimeError(
-                    f"recomputation has changed the {sort} '{name}' of a {type(module).__name__} once more, so it does "
+                    f"recomputation has changed the {kind} '{name}' of a {type(module).__name__} once more, so it does "
                     "not compute what the first run did; change it only if not is_recomputing(), or use "
                     "checkpoint='never'"
                 )

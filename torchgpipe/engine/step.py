@@ -110,8 +110,8 @@ def run_step(
             modules = [list(partition.modules()) for partition in joined]
             slots = [
                 (module, name, j)
-                for j, in_view in enumerate(modules if backward or host_memory is not None else [])
-                for module in in_view
+                for j, modules_of_view in enumerate(modules if backward or host_memory is not None else [])
+                for module in modules_of_view
                 for name, _ in module._parameters.items()
             ]
             streams = None if host_memory is None else mechanisms.streams
@@ -276,8 +276,8 @@ class _MicroBatches:
         if resting is None:
             return [*leaves]
         return [
-            None if leaf is None else resting.rest(leaf, now, until, before if isinstance(before, Rested) else None)
-            for before, leaf in zip(values, leaves)
+            None if leaf is None else resting.rest(leaf, now, until, value if isinstance(value, Rested) else None)
+            for value, leaf in zip(values, leaves)
         ]
 
     def cell(self, i: int, j: int, *, last: bool) -> _StepCell:

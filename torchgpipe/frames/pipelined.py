@@ -491,12 +491,12 @@ class _Pipelined(nn.Module):
     def extra_repr(self) -> str:
         settings = _settings_of(self)
         devices = [str(partition.device) for partition in settings.layout.partitions]
-        said = [super().extra_repr()] if super().extra_repr() else []
+        said = [super().extra_repr()]
         said += [f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"]
         if settings.offload is not None:
             slots, _, rests = settings.offload
             said += [f"offload={True if rests else 'weights'!r}, slots={slots}"]
-        return ", ".join(said)
+        return ", ".join(filter(None, said))
 
 
 def _settings_of(module: nn.Module) -> Settings:

@@ -78,15 +78,15 @@ def predict(
     if recorded is not None and recorded not in programs.values():
         programs = {None: recorded, **programs}
     predictions = []
-    for schedule, ran in programs.items():
+    for schedule, actions in programs.items():
         simulation = simulate(
-            ran,
+            actions,
             lambda action: costs.get((action.kind, action.j), 0.0),
             [1 / places.count(place) for place in places],
         )
         predictions.append(
             Prediction(
-                schedule, ran == recorded, simulation.seconds, simulation.bubble, max(simulation.peaks, default=0.0)
+                schedule, actions == recorded, simulation.seconds, simulation.bubble, max(simulation.peaks, default=0.0)
             )
         )
     return predictions

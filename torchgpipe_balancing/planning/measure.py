@@ -38,8 +38,13 @@ from torchgpipe_balancing.planning.subject import Subject, Way
 
 __all__ = ["Recorded", "costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
 
-_KINDS = {"forward": "F", "backward": "B", "backward of the input": "I", "backward of the weights": "W"}
-_KINDS["recomputation"] = "R"  # Which takes as long as forward.
+_KINDS = {
+    "forward": "F",
+    "recomputation": "R",
+    "backward": "B",
+    "backward of the input": "I",
+    "backward of the weights": "W",
+}
 
 #: What a layer takes, in seconds, by the names of `Layer`.
 Times: TypeAlias = dict[str, float]
