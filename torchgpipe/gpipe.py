@@ -26,7 +26,6 @@ from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter, tell_of
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
-from torchgpipe.model.proof import SequentialProof
 from torchgpipe.model.settings import (
     CheckpointMode,
     LayerNames,
@@ -48,6 +47,7 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
+from torchgpipe.proof.sequential import SequentialProof
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name
 from torchgpipe.schedule.programs import USUAL, given_or_usual
@@ -433,9 +433,9 @@ class GPipe(nn.Module):
         first = self.devices[0] if self._partitions else torch.device("cpu")
         loss_fn, weight = self._loss
 
-        def loss() -> MeanLoss:
+        def loss(chunks: int) -> MeanLoss:
             assert loss_fn is not None
-            return MeanLoss(loss_fn, weight, inputs[0], target, self.chunks, self.devices[-1], takes_values=True)
+            return MeanLoss(loss_fn, weight, inputs[0], target, chunks, self.devices[-1], takes_values=True)
 
         def fresh(value: Any) -> Any:  # Layers may work in place.
             return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
@@ -451,7 +451,7 @@ class GPipe(nn.Module):
             around=mini_batch,
             loss=loss if target is not None and loss_fn is not None and len(inputs) == 1 else None,
             step=lambda: self.step(fresh(inputs[0]), target),
-        ).run()
+        ).verify()
 
     def _verify_layers(self) -> None:
         """Check what may have changed since the pipeline was made."""

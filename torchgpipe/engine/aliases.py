@@ -191,6 +191,10 @@ class Aliases:
         """Return the parameters that have one of these leaves as an alias."""
         return {self._parameters[leaf] for leaf in leaves if leaf in self._parameters}
 
+    def all(self) -> list[Tensor]:
+        """Return the aliases in all partitions."""
+        return [alias for aliases in self._in_partition for alias in aliases]
+
     def of(self, j: int) -> list[Tensor]:
         """Return the aliases in a partition."""
         return self._in_partition[j]

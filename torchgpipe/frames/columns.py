@@ -35,13 +35,17 @@ class Columns:
         streams: the source of streams
         listener: the listener of the mini-batch, if there is one
         computing: the stream that each column computes on
+        patience: the seconds after which a micro-batch that only waits is taken to wait for ever; None for no limit
     """
 
-    def __init__(self, settings: Settings, streams: Streams, listener: Listener | None = None) -> None:
+    def __init__(
+        self, settings: Settings, streams: Streams, listener: Listener | None = None, patience: float | None = None
+    ) -> None:
         self.devices, self.members, self.labels = settings.devices, settings.members, settings.labels
         self.names = list(map(name_of, settings.members))
         self.streams = streams
         self.listener = listener
+        self.patience = patience
         self.computing: list[Stream] = [streams.current(device) for device in self.devices]
         self._routes = {
             (a, c): route

@@ -17,13 +17,13 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
 from torchgpipe.engine.record import End
 from torchgpipe.frames.columns import Columns
-from torchgpipe.frames.threads import Threads
+from torchgpipe.frames.threads import Threads, place_of, seconds_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.generator_locks import own_locks
 
@@ -71,6 +71,7 @@ class Frame:
         self._columns = columns
         self._end: End | None = None
         self._started = False
+        self._ident = 0
         # Each receives something when the other side hands over. They take half the time of a condition.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._pause: SimpleQueue[None] = SimpleQueue()
@@ -96,13 +97,32 @@ class Frame:
         else:
             self._started = True
             self._threads.run(self._serve)
-        self._pause.get()
+        self._await_pause()
         error, self._error = self._error, None
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # A stack that holds its own exception is a cycle, which would keep tensors alive.
+
+    def _await_pause(self) -> None:
+        """Wait until the frame's thread hands over.
+
+        Raises:
+            RuntimeError: the thread has only waited for longer than this mini-batch is patient.
+        """
+        patience, computed = self._columns.patience, -1.0
+        while True:
+            try:
+                return self._pause.get(timeout=patience)
+            except Empty:
+                before, computed = computed, seconds_of(self._ident)
+            if computed == before:
+                raise RuntimeError(
+                    f"micro-batch {self.i} waits for ever in {place_of(self._ident)}, while earlier ones have stopped "
+                    "where a partition begins: perhaps the model holds a lock in its forward, which every micro-batch "
+                    "takes; take the lock around the call of the model instead"
+                )
 
     def pause_until(self, j: int) -> None:
         """Stop until it is the turn of column ``j``; called in the frame's own thread."""
@@ -160,6 +180,7 @@ class Frame:
 
     def _serve(self, leave: Callable[[], None]) -> None:
         """Run in a thread."""
+        self._ident = threading.get_ident()
         with self._working:
             try:
                 if not self._cancelled:

@@ -34,6 +34,7 @@ __all__ = [
     "has_an_item_for_each",
     "resized",
     "split_rows",
+    "varied",
 ]
 
 
@@ -200,10 +201,7 @@ class Splitter:
         return [arguments.with_values(values) for values in zip(*parts)]
 
     def resized(self, sample: Arguments, rows: int) -> Arguments:
-        """Return the sample with so many rows; what is passed whole stays as it is.
-
-        Rows are left out, or repeated with other numbers, so that no two rows are the same.
-        """
+        """Return the sample with so many rows, some left out or repeated; what is passed whole stays as it is."""
         index = [k % max(1, self.rows) for k in range(rows)]
 
         def choose(value: Any, path: str) -> list[Any] | None:
@@ -214,6 +212,14 @@ class Splitter:
         return sample.with_values(
             [value if name in self._whole else spread(value, choose, 1, name)[0] for name, value in named]
         )
+
+    def changed(self, arguments: Arguments, change: Callable[[str, Tensor], Tensor]) -> Arguments:
+        """Return arguments with every tensor that is split replaced by ``change(path, tensor)``."""
+
+        def replaced(value: Any, path: str) -> list[Any] | None:
+            return [change(path, value)] if isinstance(value, Tensor) and self._split.get(path) else None
+
+        return arguments.with_values([spread(value, replaced, 1, name)[0] for name, value in self._named(arguments)])
 
     def decisions(self) -> str:
         """Say what is split and how, for errors."""
@@ -367,30 +373,31 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
 
 
 def _chosen(value: Any, index: list[int]) -> Any:
-    """Return rows of a tensor or items of a list, by their numbers; what is chosen again is varied."""
-    if not isinstance(value, Tensor):
-        return [mapped(value[k], partial(_varied, count=index[:i].count(k))) for i, k in enumerate(index)]
-    rows = [_varied(value.detach()[k], index[:i].count(k)) for i, k in enumerate(index)]
-    # Detached, or a backward would add gradients to what the caller's sample was made of.
-    chosen = torch.stack(rows) if rows else value.detach()[:0]
-    return chosen.requires_grad_(value.requires_grad)
+    """Return rows of a tensor, or items of a list, by their numbers; an item that is chosen again is varied."""
+    if isinstance(value, Tensor):
+        # Detached, or a backward would add gradients to what the caller's sample was made of.
+        return value.detach()[index].requires_grad_(value.requires_grad)
+    return [mapped(value[k], partial(varied, count=index[:i].count(k))) for i, k in enumerate(index)]
 
 
-def _varied(row: Tensor, count: int) -> Tensor:
-    """Return a row that has occurred ``count`` times before: rolled, and with other numbers of the same range.
+def varied(row: Tensor, count: int, largest: int = 0) -> Tensor:
+    """Return a row that has occurred ``count`` times before with other numbers of the same range.
 
-    Rows that were equal, or of the same mean, would hide what couples them. There is no telling which integers, such as
-    those of words, may stand for others, so these are rolled only. Masks stay: rolled, they would mask other positions
-    than a model may expect.
+    Args:
+        row: the row
+        count: how often it has occurred
+        largest: the largest integer that may stand for others, where the integers of the row are all the same
     """
-    if not count or row.is_meta:
+    if not count or row.is_meta or row.dtype is torch.bool:
         return row
+    rolled = row.roll(count, 0) if row.dim() else row
+    generator = torch.Generator().manual_seed(count)
     if not row.is_floating_point():
-        is_mask = torch.equal(row, row.bool().to(row.dtype))
-        return row if is_mask or not row.dim() else row.roll(count, 0)
-    noise = torch.rand(row.shape, generator=torch.Generator().manual_seed(count), device="cpu").to(row)
-    row = row.roll(count, 0) if row.dim() else row
-    return row * (1 - noise / 2) if row.any() else noise / 10
+        if largest < 1 or not torch.equal(rolled, row):
+            return rolled
+        return torch.randint(largest + 1, row.shape, generator=generator, device="cpu").to(row)
+    noise = torch.rand(row.shape, generator=generator, device="cpu").to(row)
+    return rolled * (1 - noise / 2) if row.any() else noise / 10
 
 
 def resized(value: Any, before: int, rows: int) -> Any:

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
 
-__all__ = ["JoinScalar", "Kinds", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
+__all__ = ["JoinScalar", "Kinds", "Rule", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them, and
 #: 'counts' if it is a number of Python that depends on how many there are.
 Kinds: TypeAlias = dict[str, int | Literal["coupled", "counts"] | None]
+
+#: How a number of the mini-batch is made of those of micro-batches; see `numbers`.
+Rule: TypeAlias = Literal["labels", "shifted", "rows", "sum", "given"]
 
 #: Joins tensors without dimensions, such as losses, given the path of the output.
 JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]

@@ -26,9 +26,10 @@ from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
 from torchgpipe.frames.inputs import Arguments, SplitBatch
-from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
+from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
+from torchgpipe.frames.numbers import joiner
 from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
@@ -95,7 +96,7 @@ class Pipeline:
             return self._run_in_one_piece(batch.arguments)
         self._begin(batch, 7)  # the caller of the model
         backward = torch.is_grad_enabled()
-        scalars = mean_or_sum(settings, batch)
+        numbers = joiner(settings, batch)
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
         with self.aliased(backward=backward) as aliases:
@@ -104,7 +105,7 @@ class Pipeline:
         mini_batch.watch_inputs(tuple(batch.arguments))
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
-        return join(outputs, batch.sizes, settings.study.kinds[self.module.training], scalars)
+        return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
 
     def step(self, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
@@ -265,6 +266,7 @@ class Pipeline:
         backward: bool,
         schedule: Schedule | None = None,
         random_numbers: RandomNumbers | None = None,
+        patience: float | None = None,
     ) -> MiniBatch:
         module, settings, recorder, recomputes = self.module, self.settings, self.recorder, self._recomputes()
         step = None
@@ -272,7 +274,7 @@ class Pipeline:
             computing = map(self.streams.current, settings.devices)
             places = [Place(stream, names) for stream, names in zip(computing, settings.parts)]
             step = recorder.begin_step(len(batch.sizes), places, actions)
-        columns = Columns(settings, self.streams, labelled(step))
+        columns = Columns(settings, self.streams, labelled(step), patience)
         buffers = set(map(id, module.buffers())) if columns.copies else frozenset[int]()
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
@@ -391,7 +393,12 @@ class Pipeline:
         ):
             yield aliases
 
-    def mini_batch_for_proof(self, batch: SplitBatch, finish: Finish, aliases: Aliases) -> MiniBatch:
-        """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""
+    def mini_batch_for_proof(
+        self, batch: SplitBatch, finish: Finish, aliases: Aliases, patience: float, *, backward: bool = True
+    ) -> MiniBatch:
+        """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
-        return self._mini_batch(batch, finish, aliases, actions, backward=True, random_numbers=RandomNumbers(None))
+        numbers = RandomNumbers(None)
+        return self._mini_batch(
+            batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience
+        )

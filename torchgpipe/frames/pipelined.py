@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -23,7 +26,7 @@ from torchgpipe.frames.inputs import Arguments, arguments_of
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.proof import Proof, sample_of
+from torchgpipe.frames.proof import FramesProof, prove
 from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
@@ -63,6 +66,8 @@ def pipelined(
     no_chunk: Collection[str] = (),
     checkpoint: bool | Collection[str] = (),
     verify: bool | Collection[str] = True,
+    may_differ: Collection[str] = (),
+    target: Any = None,
     offload: bool | Literal["weights"] = False,
     slots: int = 2,
     pin: int | None = None,
@@ -109,8 +114,10 @@ def pipelined(
         checkpoint: names of modules that keep only their inputs, and run again at backward; True or ``'always'`` for
             all of the spine, False or ``'never'`` for none (default: none, or under ``offload`` all)
         verify: whether to run the sample through the pipeline and the plain model, and compare outputs, changed buffers
-            and the gradients of all parameters; or the names of outputs, such as a loss that balances experts over the
-            batch, that may differ between rows together and apart, with a warning
+            and the gradients of all parameters
+        may_differ: the names of outputs, such as a loss that balances experts over the batch, that may differ between
+            rows together and rows apart, with a warning
+        target: the target of the sample, with which ``loss_fn`` is compared, too
         offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
             leave afterwards, so a model may be larger than all devices. What recomputation keeps waits in host memory,
             too; with ``'weights'``, on the devices
@@ -168,6 +175,8 @@ def _pipelined(
     no_chunk: Collection[str],
     checkpoint: bool | Collection[str],
     verify: bool | Collection[str],
+    may_differ: Collection[str],
+    target: Any,
     offload: bool | Literal["weights"],
     slots: int,
     pin: int | None,
@@ -203,7 +212,7 @@ def _pipelined(
         loss_fn=loss_fn,
         weight=weight,
         reduce=reduce,
-        may_differ=() if isinstance(verify, bool) else [verify] if isinstance(verify, str) else verify,
+        may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
     )
     if offload:
@@ -215,9 +224,10 @@ def _pipelined(
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
     cast(Any, module)._runs().prepare()  # Methods beside forward have doors from now on.
-    if verify is not False and not settings.study.on_meta:
+    if not settings.study.on_meta:
         try:
-            _prove(module, arguments)
+            with _telling():
+                _prove(module, arguments, target, verifies=verify is not False)
         except BaseException:
             cast(Any, module).unpipelined()
             raise
@@ -232,24 +242,47 @@ def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.devic
     return list(zip(settings.labels, settings.devices, map(bytes_of, weights)))
 
 
-def _prove(module: Any, sample: Arguments) -> None:
+def _prove(module: Any, sample: Arguments, target: Any, *, verifies: bool) -> None:
     """Compare a pipelined module with the plain one on the sample.
+
+    Args:
+        module: the pipelined module
+        sample: its arguments
+        target: the target of its loss function, if that is to be compared
+        verifies: whether to refuse what differs; if not, only the rules of its numbers are looked for
 
     Raises:
         ValueError: the two differ.
     """
-    runs = module._runs()
-    proof = Proof(runs, sample_of(runs.settings, sample))
-    comparison = proof.run()
-    if comparison.faults:
-        raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
+    proof = prove(module._runs(), sample, target, verifies=verifies)
+    faults = proof.comparison.faults
+    if faults and verifies:
+        raise ValueError(f"{faults[0]} (verify=False skips this comparison, and results may be wrong)")
+    told = [f"not compared: {reason}" for reason in proof.comparison.skipped]
     if proof.differing:
-        warnings.warn(
-            f"torchgpipe.pipelined: {proof.differing} differ between rows together and rows apart; the pipeline gives "
-            "what micro-batches give, each by itself",
-            UserWarning,
-            stacklevel=4,  # the caller of pipelined
+        told.append(
+            f"{proof.differing} differ between rows together and rows apart; the pipeline gives what micro-batches "
+            "give, each by itself"
         )
+    for message in told:
+        warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=4)  # the caller of pipelined
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Say what takes so long, if a ``with`` block takes more than five seconds."""
+    text = "torchgpipe.pipelined: comparing the pipeline with the plain model on the sample ..."
+    timer = threading.Timer(5.0, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _names(names: Collection[str]) -> Collection[str]:
+    return [names] if isinstance(names, str) else names
 
 
 def _devices(
@@ -411,7 +444,7 @@ class _Pipelined(nn.Module):
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         with_loss = target is not None and runs.settings.loss_fn is not None
-        return Proof(runs, batch, target, with_loss=with_loss).run()
+        return FramesProof(runs, batch, target, with_loss=with_loss).verify()
 
     @property
     def _torchgpipe_forward(self) -> Callable[..., Any]:

@@ -1,290 +1,368 @@
-"""The proof of a pipelined model: what it computes on a sample, beside what the plain model computes.
-
-    rows together      the plain model, all rows at once              ─┐ equal, or the rows are coupled, or
-    rows apart         the plain model, micro-batch by micro-batch    ─┤ something is split or joined wrongly
-    pipeline           as it stands, micro-batch by micro-batch       ─┘ equal, or the cut has lost something
-
-Micro-batches apart are compared with the pipeline by outputs, losses, changed buffers, and the gradients of all
-parameters; rows together only by outputs and losses. A layer that draws or changes its buffers, or a batch norm, makes
-rows together differ from rows apart in training, so these two run once more in evaluation; the pipeline draws what the
-plain model draws, and is compared as it stands.
+"""The proof of a pipelined model; see `torchgpipe.proof.proof`.
 
 The pipeline runs column by column: all micro-batches pass the first column before one enters the second. So state that
-one column leaves on the model for a later one is always that of another micro-batch, which shows.
-
-Nothing is left behind: gradients go to aliases, and `untouched` puts back the rest. Gradients of the plain model are
-held once; those of the pipeline are compared and dropped column by column.
+one column leaves on the model for a later one is always that of another micro-batch, which shows. In evaluation it runs
+once more, with a worker for each device, as it will from then on: what modules keep for one device at a time, or a lock
+around a forward, shows there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
-from torchgpipe.frames.inputs import Arguments, SplitBatch
-from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
+from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
+from torchgpipe.frames.loss import MicroBatchLoss
+from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
 from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.sample import without_compiler
-from torchgpipe.frames.settings import Settings
-from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of, largest_of
-from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.frames.variation import variations
+from torchgpipe.model.comparison import Comparison, cotangent, difference_of
+from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
+from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
-from torchgpipe.replay.ambient import Ambient
+from torchgpipe.proof.proof import Gradients, Number, PlainFails, Proof, Roots, Run, Take, copy_of, outside_name
 from torchgpipe.replay.random import generators_in
-from torchgpipe.replay.random_numbers import Draws, RandomNumbers
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule.programs import SPLITTING
 
-__all__ = ["Proof", "sample_of"]
+__all__ = ["FramesProof", "prove"]
 
 
-class _Run(NamedTuple):
-    """What the plain model has computed, micro-batch by micro-batch.
+def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies: bool = True) -> FramesProof:
+    """Prove a pipelined model on its sample: compare it with the plain model on a mini-batch made of the sample.
 
-    Attributes:
-        outputs: the output of each micro-batch, without a graph
-        loss: the loss of a step; None without a loss function
-        buffers: the buffers that have changed
-        gradients: the gradient of each parameter; None if the plain model cannot be differentiated
-        draws: what was drawn from
+    There are two micro-batches, of two rows at least, if the sample can be split at all. The sample is varied as far as
+    the model takes that.
+
+    Args:
+        pipeline: what runs the pipelined model
+        sample: the arguments of one micro-batch
+        target: the target of the loss function; None to compare what the model returns
+        verifies: whether to compare, and not only to look for the rules of numbers
     """
+    settings = pipeline.settings
+    splitter, count = settings.study.splitter, min(2, settings.chunks)
+    tried = [sample]
+    if splitter.rows and count > 1:
+        rows = splitter.rows if splitter.rows >= 4 else 2 * splitter.rows
+        sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
+        tried = variations(splitter, sample, settings.study.labels)
+    with_loss = target is not None and settings.loss_fn is not None
+    for arguments in tried:
+        proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
+        try:
+            if verifies:
+                proof.run()
+            else:
+                proof.find_rules()
+            break
+        except PlainFails as failure:
+            if arguments is tried[-1]:
+                raise failure.error from failure.__cause__
+    return proof
 
-    outputs: list[Any]
-    loss: Tensor | None
-    buffers: dict[str, Tensor]
-    gradients: dict[Tensor, Tensor | None] | None
-    draws: Draws
+
+class _Aliased(Take):
+    """The aliases of a run, by the names of their parameters."""
+
+    def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
+        self.aliases, self._names = aliases, names
+
+    def own(self) -> list[Tensor]:
+        return self.aliases.all()
+
+    def take(self) -> Iterator[tuple[str, Tensor | None]]:
+        return zip([self._names[parameter] for parameter in self.aliases.trained], self.aliases.take())
 
 
-def sample_of(settings: Settings, arguments: Arguments) -> SplitBatch:
-    """Return a mini-batch for a proof, made of the sample of one micro-batch.
-
-    There are two micro-batches, of two rows at least, if the sample can be split at all.
-    """
-    splitter = settings.study.splitter
-    if splitter.rows and settings.chunks > 1:
-        arguments = splitter.resized(arguments, splitter.rows if splitter.rows >= 4 else 2 * splitter.rows)
-    return splitter.micro_batches(arguments, min(2, settings.chunks))
-
-
-class Proof:
+class FramesProof(Proof):
     """The comparison of a pipelined model with the plain model on one mini-batch.
 
     Args:
         pipeline: what runs the pipelined model
         batch: the mini-batch
         target: the target of the loss function
-        with_loss: whether to compute the loss function of a step
+        with_loss: whether to compare the loss function of a step, and not what the model returns
+
+    Attributes:
+        differing: the outputs that may differ, and do
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        batch: SplitBatch,
-        target: Any = None,
-        *,
-        with_loss: bool = False,
-    ) -> None:
-        self._pipeline, self._module = pipeline, pipeline.module
-        self._settings = pipeline.settings
+    def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any = None, *, with_loss: bool = False) -> None:
+        self._pipeline, self._settings = pipeline, pipeline.settings
+        self._model: Any = pipeline.module
+        super().__init__(pipeline.module, self._settings.devices, batch.sizes, self._settings.study.epsilon)
         with torch.inference_mode(False):
-            self._batch = batch.mapped(_copy_of)
-            self._target = mapped(target, _copy_of) if with_loss else None
+            self._batch = batch.mapped(copy_of)
+            self._target = mapped(target, copy_of) if with_loss else None
         self._with_loss = with_loss
-        self.comparison = Comparison(pipeline.settings.study.epsilon)
-        self._draws = False
-        #: The outputs that may differ, and do.
+        self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
+        self._random: RandomNumbers | None = None
+        self._loss: MicroBatchLoss | None = None
         self.differing: list[str] = []
 
     def run(self) -> Comparison:
-        """Run everything, and return the comparison.
-
-        Raises:
-            ValueError: the plain model does not take the micro-batches.
-        """
-        with torch.inference_mode(False), torch.enable_grad(), without_compiler(self._module):
-            training, apart = self._run_apart()
-            if self._settings.loss_fn is None:
-                verify_known(apart.outputs[0])
-            self._compare_together(training, apart)
+        """See `Proof.run`."""
+        with without_compiler(self._module):
+            super().run()
             if self.comparison.is_equal:
-                with in_mode(self._module, training):
-                    self._compare_pipeline(apart)
+                self._find_rules_of_items()
         return self.comparison
 
-    # ----------------------------------------------------------------------------------------------- the plain model
+    def find_rules(self) -> None:
+        """Find out how numbers of micro-batches are joined, by their values, and compare nothing."""
+        if len(self._sizes) > 1:
+            with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module), suppress(Exception):
+                with in_mode(self._module, False):
+                    self._compare_numbers(self._batch)
+                self._find_rules_of_items()
 
-    def _run_apart(self) -> tuple[bool, _Run]:
-        """Run the plain model on each micro-batch, in training if it is and can be, or else in evaluation."""
-        modes = [False]
-        if self._module.training:
-            # Numbers of generators of Python cannot be repeated for a micro-batch.
-            modes = [False] if self._settings.study.draws_elsewhere else [True, False]
-        for training in modes:
-            try:
-                with in_mode(self._module, training):
-                    run = self._apart(self._batch, backward=True)
-            except Exception as error:
-                if training is modes[-1]:
-                    raise self._not_apart(error) from error
-                continue
-            # The numbers of a device would have to go with the micro-batch from device to device.
-            if not (training and run.draws.device and len(set(self._settings.devices)) > 1):
-                return training, run
-        return training, run
+    # ------------------------------------------------------------------------------------------------- the plain model
 
-    def _apart(self, batch: SplitBatch, *, backward: bool) -> _Run:
-        """Run the plain model on each micro-batch."""
-        outputs: list[Any] = []
-        loss = self._loss(batch)
-        with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
-            random_numbers = RandomNumbers(None)
-            buffers = Buffers(self._module)
-            for i, part in enumerate(batch.parts):
-                with random_numbers.of(i, self._settings.devices[0]):
-                    output = self._call(part)
-                    aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
-                    roots = self._roots(i, output, loss)
-                    outputs.append(mapped(output, _copy_of))
-                backward = backward and _differentiated(roots)
-                del output, roots
-            changed = buffers.changed()
-            gradients: dict[Tensor, Tensor | None] = dict(zip(aliases.trained, aliases.take()))
-        total = None if loss is None else _total(loss)
-        return _Run(outputs, total, changed, gradients if backward else None, random_numbers.drawn)
+    def modes(self) -> list[bool]:
+        if self._settings.study.draws_elsewhere:
+            # The numbers of generators of Python cannot be repeated for a micro-batch.
+            self.skip("training, in which the model draws from generators of Python or NumPy")
+            return [False]
+        return [True, False]
 
-    def _together(self) -> tuple[Any, Tensor | None]:
-        with untouched(self._module, self._settings.devices), self._in_one_piece() as aliases:
-            output = self._call(self._batch.arguments)
-            aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
-            loss = self._loss(self._batch.whole)
-            if loss is None:
-                return mapped(output, Tensor.detach), None
-            loss.of(0, output)
-            return mapped(output, Tensor.detach), _total(loss)
+    @contextmanager
+    def running_plain(self) -> Iterator[Take]:
+        with self._pipeline.in_one_piece(backward=True) as aliases:
+            self._aliases, self._random = aliases, RandomNumbers(None)
+            self._loss = self._loss_of(self._batch)
+            yield _Aliased(aliases, self._names)
+
+    def following(self, i: int) -> AbstractContextManager[object]:
+        assert self._random is not None
+        return self._random.of(i, self._devices[0])
+
+    def draws(self) -> tuple[bool, bool]:
+        # The numbers of a device would have to go with the micro-batch from device to device.
+        assert self._random is not None
+        drawn = self._random.drawn
+        always = bool(generators_in(self._module.modules()))
+        return any(drawn) or always, drawn.device and len(set(self._devices)) > 1
+
+    def plain(self, i: int | None) -> Any:
+        return self._call(self._batch.arguments if i is None else self._batch.parts[i])
 
     def _call(self, arguments: Arguments) -> Any:
         # Clones, which the model may change.
-        bring = self._pipeline.to(self._settings.devices[0])
+        bring = self._pipeline.to(self._devices[0])
         args, kwargs = arguments.mapped(lambda tensor: bring(tensor.clone()))
-        return self._module._torchgpipe_forward(*args, **kwargs)
+        output = self._model._torchgpipe_forward(*args, **kwargs)
+        if self._pipeline.host_memory is not None:
+            self._aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+        return output
 
-    def _in_one_piece(self) -> AbstractContextManager[Aliases]:
-        return self._pipeline.in_one_piece(backward=True)
+    def tensors(self, output: Any) -> Iterator[tuple[str, Tensor]]:
+        return each(output)
 
-    def _loss(self, batch: SplitBatch) -> MicroBatchLoss | None:
+    def without_graph(self, output: Any) -> Any:
+        return mapped(output, copy_of)
+
+    def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
-        bring = self._pipeline.to(self._settings.devices[-1])
+        bring = self._pipeline.to(self._devices[-1])
         return MicroBatchLoss(self._settings, batch, self._target, bring, training=self._module.training)
 
-    def _roots(self, i: int, output: Any, loss: MicroBatchLoss | None) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
-        if loss is not None:
-            value, weight = loss.of(i, output)
-            return [(value, torch.full_like(value, weight))] if value.requires_grad else []
+    def roots(self, i: int, output: Any) -> Roots:
+        if self._loss is not None:
+            value, share = self._loss.of(i, output)
+            return [(value, torch.full_like(value, share))] if value.requires_grad else []
         return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
 
-    # ------------------------------------------------------------------------------------------------ the comparisons
+    def total(self) -> Tensor | None:
+        if self._loss is None:
+            return None
+        result = self._loss.result()
+        total: Tensor = result[0] if isinstance(result, tuple) else result
+        return total
 
-    def _compare_together(self, training: bool, apart: _Run) -> None:
-        """Compare rows together with rows apart."""
-        sizes = self._batch.sizes
-        if len(sizes) == 1:
-            return
-        # A layer that changes its buffers, as a spectral norm does, may compute with them.
-        self._draws = any(apart.draws) or bool(generators_in(self._module.modules()))
-        norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
-        couples = self._draws or bool(apart.buffers or norms)
-        training = training and not couples
-        with in_mode(self._module, training):
-            # With a graph, as rows together: without one, nn.TransformerEncoder computes padded positions otherwise.
-            run = self._apart(self._batch, backward=False) if couples else apart
-            outputs, loss = run.outputs, run.loss
-            # A model that draws in evaluation, too, draws other numbers for all rows at once.
-            draws = any(run.draws)
-            try:
-                whole, whole_loss = self._together()
-            except Exception as error:
+    def numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
+        if not self._with_loss:
+            return {path: tensor for path, tensor in each(output) if tensor.dim() == 0 and tensor.is_floating_point()}
+        loss = self._loss_of(self._batch.whole) if i is None else self._loss
+        assert loss is not None
+        return {"loss": loss.of(i or 0, output)[0]}
+
+    def not_apart(self, error: Exception) -> Exception:
+        sizes = self._sizes
+        try:
+            if len(sizes) == 1:
+                raise error
+            with self._untouched(), self.running_plain():
+                self.plain(None)
+        except Exception as alone:
+            alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
+            return alone
+        return ValueError(
+            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
+            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
+            f"({self._decisions()}); {self._remedy()}"
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+
+    def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
+        try:
+            return super()._with_numbers(i)
+        except Exception as error:
+            if i is None:
                 error.add_note(
-                    f"while the plain model ran on {sum(sizes)} rows, to compare the pipeline with it "
+                    f"while the plain model ran on {sum(self._sizes)} rows, to compare the pipeline with it "
                     f"({self._decisions()})"
                 )
-                raise
-        add = self.comparison.add
-        if loss is not None and whole_loss is not None and not draws:
-            fault = self._of_scalar("loss", whole_loss, [loss], loss)
-            add("loss, rows together and apart", whole_loss, loss, fault, tolerance=self.comparison.loose)
-        scalar = mean_or_sum(self._settings, self._batch)
+            raise
+
+    def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
+        rules = self._settings.study.rules.setdefault(gives_items(self._batch), {})
+        if self._loss is not None:
+            tried = [self._loss.shares]
+        else:
+            tried = [shares(self._settings, self._batch, rule) for rule in rules_to_try(self._settings)]
+        fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
+        if fitting and self._loss is None:
+            rules[path] = rules_to_try(self._settings)[fitting[0]]
+        if not fitting and path in self._settings.may_differ:
+            self.differing.append(path)
+            return
+        known = tried[fitting[0] if fitting else 0]
+        joined = torch.stack([number.value * share for number, share in zip(apart, known)]).sum()
+        name = "loss" if self._loss is not None else f"'{path}'"
+        fault = "" if fitting else self._of_number(path, together, apart, joined)
+        self.comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
+
+    def compare_outputs_of_rows(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
         try:
-            joined = dict(each(join(outputs, sizes, self._settings.study.kinds[training], scalar)))
+            whole = joiner(self._settings, self._batch)
+            joined = dict(each(join(apart, self._sizes, self._settings.study.kinds[training], whole)))
         except (TypeError, ValueError) as error:
             if self._settings.loss_fn is None and not self._with_loss:
                 self.comparison.note("outputs", f"{error} ({self._decisions()})")
             return
-        numbers = [{path: tensor for path, tensor in each(output) if tensor.dim() == 0} for output in outputs]
-        del run, outputs
-        for path, tensor in each(whole):
+        for path, tensor in each(together):
             ours = joined.get(path)
-            if draws and ours is not None and ours.shape == tensor.shape:
+            is_known = tensor.dim() == 0 and tensor.is_floating_point() and not self._with_loss
+            if is_known or (draws and ours is not None and ours.shape == tensor.shape):
                 continue
-            fault = self._coupled(path, tensor, ours, [number.get(path) for number in numbers])
             if ours is not None and path in self._settings.may_differ:
                 difference, largest = difference_of(tensor, ours)
                 if difference > self.comparison.loose * largest:
                     self.differing.append(path)
                 continue
-            add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=self.comparison.loose)
+            fault, loose = self._coupled(path, tensor, ours), self.comparison.loose
+            self.comparison.add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=loose)
 
-    def _compare_pipeline(self, apart: _Run) -> None:
-        """Compare the pipeline with rows apart."""
-        pipeline, comparison = self._pipeline, self.comparison
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
-        loss = self._loss(self._batch)
+    def _find_rules_of_items(self) -> None:
+        """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
+        arguments, given = self._batch.arguments, gives_items(self._batch)
+        study, forward = self._settings.study, self._model._torchgpipe_forward
+        if given or not study.rules.get(False) or not _takes_items(forward, self._batch.named[0], study.labels[0]):
+            return
+        with torch.no_grad(), in_mode(self._module, False):
+            kwargs = {**arguments.kwargs, "num_items_in_batch": 7}
+            try:
+                self._compare_numbers(replace(self._batch, arguments=arguments._replace(kwargs=kwargs)))
+            except (TypeError, RuntimeError):
+                return  # It does not take this argument.
+
+    def _compare_numbers(self, batch: SplitBatch) -> None:
+        """Find the rules of a mini-batch by the values of numbers alone."""
+        before, comparison = self._batch, self.comparison
+        self._batch, self.comparison = batch, Comparison(self._settings.study.epsilon)
+        try:
+            parts = [self._with_numbers(i)[1] for i in range(len(self._sizes))]
+            for path, number in self._with_numbers(None)[1].items():
+                self.compare_number(path, number, [part[path] for part in parts if path in part])
+        finally:
+            self._batch, self.comparison = before, comparison
+
+    # -------------------------------------------------------------------------------------------------------- pipeline
+
+    def compare_pipeline(self, apart: Run) -> None:
+        pipeline, settings = self._pipeline, self._settings
+        if settings.loss_fn is None:
+            verify_known(apart.outputs[0])
         outputs: dict[int, Any] = {}
+        loss = self._loss = self._loss_of(self._batch)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
             assert export is not None
-            for tensor, grad in self._roots(i, output, loss):
+            for tensor, grad in self.roots(i, output):
                 export(tensor).add(grad)
             outputs[i] = mapped(output, Tensor.detach)
 
-        with (
-            untouched(self._module, self._settings.devices),
-            pipeline.aliased(backward=True, watches=True) as aliases,
-        ):
+        with self._untouched(), pipeline.aliased(backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
             try:
-                mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases)
+                mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
                 mini_batch.run_columns_forward()
             except Exception as error:
                 if _is_ours(error):
                     raise
-                raise ValueError(
-                    f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain "
-                    "model; perhaps the model keeps state for a later layer, which another micro-batch has changed by "
-                    "then: return it instead, or give a balance that keeps both in one partition"
-                ) from error
-            self._compare_outputs(apart, outputs)
+                raise self._fails(error) from error
+            where = f"when it leaves {settings.labels[-1]}; {_look(self._module)}"
+            self._compare_outputs(apart.outputs, outputs, where, self.comparison.tight)
             if loss is not None and apart.loss is not None:
                 fault = "the loss of the pipeline is not that of the plain model"
-                comparison.add("loss", apart.loss, _total(loss), fault, tolerance=comparison.tight)
+                self.comparison.add("loss", apart.loss, self.total(), fault, tolerance=self.comparison.tight)
             forward = buffers.changed()
-            if comparison.is_equal and apart.gradients is not None:
-                gradients = _Gradients(comparison, aliases, apart.gradients, self._of_gradient, names)
-                splits = self._settings.schedule in SPLITTING
-                mini_batch.run_columns_backward(gradients.compare_column, split=splits)
-                gradients.compare_rest()
+            if self.comparison.is_equal and apart.gradients is not None:
+                gradients = _ColumnGradients(aliases, apart.gradients, self._names)
+                mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
+                faults = [(name, ours, self._of_gradient(j, name)) for name, (j, ours) in gradients.take().items()]
+                for k, grad in enumerate(self._outside.take()):
+                    name = outside_name(k)
+                    faults.append((name, None if grad is None else fingerprint(grad), self._of_gradient(0, name)))
+                self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
             self._compare_buffers(apart.buffers, forward, buffers.changed())
+
+    def compare_evaluation(self, outputs: list[Any]) -> None:
+        ours: dict[int, Any] = {}
+        pipeline = self._pipeline
+        try:
+            with pipeline.aliased(backward=False) as aliases:
+                pipeline.mini_batch_for_proof(
+                    self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
+                ).run_forward_half()
+        except Exception as error:
+            if not _is_ours(error):
+                raise self._fails(error) from error
+            self.skip(f"evaluation, which the pipeline refuses ({error})")
+            return
+        where = f"in evaluation, with a thread for each device; {_look(self._module)}"
+        self._compare_outputs(outputs, ours, where, self.comparison.loose)
+
+    def _fails(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain model; "
+            "perhaps the model keeps state for a later layer, which another micro-batch has changed by then: return it "
+            "instead, or give a balance that keeps both in one partition"
+        )
+
+    def _compare_outputs(self, plain: list[Any], ours: Mapping[int, Any], where: str, tolerance: float) -> None:
+        for i, output in enumerate(plain):
+            actual = dict(each(ours[i]))
+            for path, tensor in each(output):
+                fault = f"the output '{path}' of micro-batch {i} is not that of the plain model, {where}"
+                name = f"'{path}' of micro-batch {i}"
+                self.comparison.add(name, tensor, actual.pop(path, None), fault, tolerance=tolerance)
+            for path in actual:
+                self.comparison.note(f"'{path}'", f"the plain model has no output '{path}' of micro-batch {i}")
 
     def _compare_buffers(
         self, plain: Mapping[str, Tensor], forward: Mapping[str, Tensor], backward: Mapping[str, Tensor]
@@ -303,78 +381,40 @@ class Proof:
             tight = self.comparison.tight
             self.comparison.add(f"buffer '{name}'", plain.get(name), backward.get(name), fault, tolerance=tight)
 
-    def _compare_outputs(self, apart: _Run, outputs: dict[int, Any]) -> None:
-        """Compare the outputs of micro-batches, and forget them."""
-        last = self._settings.labels[-1]
-        for i in range(len(self._batch.sizes)):
-            output, ours = apart.outputs.pop(0), dict(each(outputs.pop(i)))
-            for path, tensor in each(output):
-                fault = (
-                    f"the output '{path}' of micro-batch {i} is not that of the plain model, when it leaves {last}; "
-                    f"{_look(self._module)}"
-                )
-                name = f"'{path}' of micro-batch {i}"
-                self.comparison.add(name, tensor, ours.pop(path, None), fault, tolerance=self.comparison.tight)
-            for path in ours:
-                self.comparison.note(f"'{path}'", f"the plain model has no output '{path}' of micro-batch {i}")
+    # ---------------------------------------------------------------------------------------------------------- faults
 
-    # -------------------------------------------------------------------------------------------------------- faults
-
-    def _not_apart(self, error: Exception) -> Exception:
-        """Return what to raise if the plain model fails on its micro-batches."""
-        sizes = self._batch.sizes
-        try:
-            if len(sizes) == 1:
-                raise error
-            self._apart(self._batch.whole, backward=True)
-        except Exception as alone:
-            alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
-            return alone
-        return ValueError(
-            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
-            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
-            f"({self._decisions()}); {self._remedy()}"
-        )
-
-    def _coupled(self, path: str, whole: Tensor, joined: Tensor | None, parts: Sequence[Tensor | None]) -> str:
-        if whole.dim() == 0:
-            return self._of_scalar(path, whole, [part for part in parts if part is not None], joined)
+    def _coupled(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
         shapes = f"of shape {tuple(whole.shape)}"
         if joined is not None and joined.shape != whole.shape:
             shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
-            shapes += f" micro-batches of {self._batch.sizes} rows; it"
+            shapes += f" micro-batches of {self._sizes} rows; it"
         else:
-            shapes += f" for {sum(self._batch.sizes)} rows"
+            shapes += f" for {sum(self._sizes)} rows"
         return (
             f"the output '{path}' {shapes} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
             f"attention over rows or a contrastive loss, and cannot be split; or {self._remedy()} ({self._decisions()})"
-            + f"; or it is random in evaluation, too: verify=['{path}'] lets it differ, with a warning"
+            + f"; or it is random in evaluation, too: may_differ=['{path}'] lets it differ, with a warning"
             * self._draws
         )
 
-    def _of_scalar(self, path: str, whole: Tensor, parts: Sequence[Tensor], joined: Tensor | None) -> str:
-        rows = sum(self._batch.sizes)
-        said = f"the output '{path}' of {rows} rows is {_number(whole)}, and that of the rows apart "
-        said += " and ".join([_number(part) for part in parts])
-        if joined is not None:
-            said += f", joined {_number(joined)}"
-        if parts and difference_of(whole, sum(parts, torch.zeros_like(whole)))[0] <= self._slack(whole):
+    def _of_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
+        sizes = self._sizes
+        said = f"the output '{path}' of {sum(sizes)} rows is {_shown(together.value)}, and that of the rows apart "
+        said += f"{' and '.join([_shown(part.value) for part in apart])}, joined {_shown(joined)}"
+        if self.fits(together, apart, [1.0] * len(apart)):
             return f"{said}; it is a sum: give reduce='sum'"
-        weighted = [part * (size / rows) for part, size in zip(parts, self._batch.sizes)]
-        if weighted and difference_of(whole, sum(weighted, torch.zeros_like(whole)))[0] <= self._slack(whole):
+        if self.fits(together, apart, [size / sum(sizes) for size in sizes]):
             return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
+        what = " (or its gradient)" if together.gradients is not None else ""
         return (
-            f"{said}; if it is a weighted mean, as over tokens or classes, give weight=, which returns the weight of a "
-            "micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
-            f"cannot be split; verify=['{path}'] lets it differ, with a warning"
+            f"{said}{what}; if it is a weighted mean, as over tokens or classes, give weight=, which returns that "
+            "of a micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
+            f"cannot be split; may_differ=['{path}'] lets it differ, with a warning"
         )
 
     def _of_gradient(self, j: int, name: str) -> str:
         where = self._settings.labels[j]
-        return f"the gradient of '{name}' in {where} is not that of the plain model; {_look(self._module)}"
-
-    def _slack(self, whole: Tensor) -> float:
-        return self.comparison.loose * float(whole.detach().double().abs())
+        return f"the gradient of {name} in {where} is not that of the plain model; {_look(self._module)}"
 
     def _remedy(self) -> str:
         batch = self._settings.study.splitter.batch
@@ -387,70 +427,43 @@ class Proof:
         return f"by the sample: {self._settings.study.splitter.decisions()}"
 
 
-class _Gradients:
-    """The comparison of the gradients of parameters, column by column; what has been compared is dropped.
+class _ColumnGradients:
+    """The gradients of the pipeline, taken column by column, so that no more than those of a column take memory.
 
     Args:
-        comparison: takes the rows
-        aliases: have the gradients of the pipeline
-        expected: the gradients of the plain model, which are forgotten one by one
-        fault: says what is wrong, given the column and the name of a parameter
+        aliases: have the gradients
+        expected: those of the plain model
         names: the names of parameters
     """
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        aliases: Aliases,
-        expected: dict[Tensor, Tensor | None],
-        fault: Callable[[int, str], str],
-        names: Mapping[Tensor, str],
-    ) -> None:
-        self._comparison, self._aliases, self._expected = comparison, aliases, expected
-        self._fault, self._names = fault, names
-        self._largest = largest_of(expected.values())
-        #: Gradients that differed, each with its column.
-        self._late: dict[Tensor, tuple[int, Tensor | None]] = {}
+    def __init__(self, aliases: Aliases, expected: Gradients, names: Mapping[Tensor, str]) -> None:
+        self._aliases, self._expected, self._names = aliases, expected, names
+        #: By the name of a parameter, its first column and its gradient.
+        self._taken: dict[str, tuple[int, Fingerprint | None]] = {}
 
-    def compare_column(self, j: int) -> None:
-        """Compare the gradients of the parameters whose first column is ``j``."""
+    def take_column(self, j: int) -> None:
+        """Take the gradients of the parameters whose first column is ``j``."""
         for parameter, grad in self._aliases.take_of(j):
-            row = self._compared(j, parameter, grad)
-            # The backward of an earlier column adds the rest if a function runs layers again, as Reformer does.
-            if j and row.fault:
-                self._late[parameter] = j, grad
-            else:
-                self._comparison.rows.append(row)
-                self._expected.pop(parameter, None)
+            self._taken[self._names[parameter]] = j, None if grad is None else fingerprint(grad)
 
-    def compare_rest(self) -> None:
-        """Compare the gradients that differed once more, with what has been added to them since."""
-        rest = dict(zip(self._aliases.trained, self._aliases.take()))
-        for parameter, (j, grad) in self._late.items():
-            self._comparison.rows.append(self._compared(j, parameter, sum_of(grad, rest[parameter])))
+    def take(self) -> dict[str, tuple[int, Fingerprint | None]]:
+        """Return all gradients.
 
-    def _compared(self, j: int, parameter: Tensor, grad: Tensor | None) -> Compared:
-        name = self._names.get(parameter, "a parameter")
-        return self._comparison.compare(
-            f"gradient of '{name}'",
-            self._expected.get(parameter),
-            grad,
-            self._fault(j, name),
-            tolerance=self._comparison.tight,
-            floor=self._largest,
-        )
+        The backward of an earlier column adds to those of a later one if a function runs layers again, as Reformer
+        does.
+        """
+        for parameter, grad in zip(self._aliases.trained, self._aliases.take()):
+            if grad is not None:
+                j, before = self._taken[self._names[parameter]]
+                self._taken[self._names[parameter]] = j, combined(before, fingerprint(grad))
+        return self._taken
 
 
-def _differentiated(roots: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Differentiate from roots, and return whether that was possible: a model that only evaluates need not be able."""
-    try:
-        if roots:
-            tensors, grads = zip(*roots)
-            with Ambient().without_autocast():  # as the pipeline does
-                torch.autograd.backward(tensors, grads)
-    except RuntimeError:
-        return False
-    return True
+def _takes_items(forward: Callable[..., Any], sample: Mapping[str, Any], labels: str) -> bool:
+    """Return whether a model may divide its loss by ``num_items_in_batch``."""
+    parameters = inspect.signature(forward).parameters
+    takes_any = any([parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()])
+    return "num_items_in_batch" in parameters or (takes_any and labels in sample)
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -461,17 +474,7 @@ def _is_ours(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()  # The model may change it later.
-
-
-def _total(loss: MicroBatchLoss) -> Tensor:
-    result = loss.result()
-    total: Tensor = result[0] if isinstance(result, tuple) else result
-    return total
-
-
-def _number(tensor: Tensor) -> str:
+def _shown(tensor: Tensor) -> str:
     return f"{tensor.detach().item():.6g}"
 
 

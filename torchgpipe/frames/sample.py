@@ -1,4 +1,4 @@
-"""Running the sample: what a model calls, how its outputs depend on the rows, and how its own loss counts labels.
+"""Running the sample: what a model calls, and how its outputs depend on the rows.
 
 What a look at the model would not tell for sure is measured. The sample runs without a graph, and leaves nothing
 behind.
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
-from torchgpipe.frames.outputs import Kinds, kinds_of, own_loss
+from torchgpipe.frames.outputs import Kinds, Rule, kinds_of
 from torchgpipe.frames.spine import Trace, trace
-from torchgpipe.model.untouched import in_mode, python_random_states, untouched
+from torchgpipe.model.untouched import attributes, in_mode, python_random_states, untouched
 
 __all__ = ["Study", "study", "without_compiler"]
 
@@ -32,10 +32,11 @@ class Study:
         traces: what the model calls; several, if times were wanted
         splitter: splits arguments as the sample is split
         kinds: how outputs depend on the rows, in evaluation and in training
-        counted: the argument whose labels the model's own loss counts, and the label that it leaves out
-        takes_items: whether the model divides its loss by ``num_items_in_batch``, which many accept and ignore
-        shifts: whether the loss leaves out the first label of each row, because it compares with the next labels
-        keeps_tensors: whether modules have put tensors on themselves
+        labels: the argument whose labels a loss of the model counts, and the label that it leaves out
+        rules: how numbers of micro-batches are joined, by the path of the output; without and with
+            ``num_items_in_batch``; see `numbers`
+        predicts_next: whether the model names its loss as one that compares with the next labels
+        keeps_tensors: whether modules have put tensors on themselves, in evaluation or in training
         draws_elsewhere: whether the model draws from generators of Python or NumPy
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model is on the meta device, which has no values
@@ -44,9 +45,9 @@ class Study:
     traces: list[Trace]
     splitter: Splitter
     kinds: dict[bool, Kinds]
-    counted: tuple[str, int]
-    takes_items: bool
-    shifts: bool
+    labels: tuple[str, int]
+    rules: dict[bool, dict[str, Rule]]
+    predicts_next: bool
     keeps_tensors: bool
     draws_elsewhere: bool
     epsilon: float
@@ -85,25 +86,26 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
                 )
             raise
         draws_elsewhere = python_random_states() != before
+        before_kinds = {id(tensor) for _, _, tensor in attributes(module)}
         kinds = _kinds(module, sample, splitter)
-        takes_items, shifts = _loss_of(module, _with_labels_by_name(sample, splitter))
+        kept = [tensor for _, _, tensor in attributes(module) if id(tensor) not in before_kinds]
     return Study(
         traces,
         splitter,
         kinds,
-        counted=traces[0].labels or ("labels", -100),
-        takes_items=takes_items,
-        shifts=shifts,
-        keeps_tensors=any([traced.keeps_tensors for traced in traces]),
+        labels=traces[0].labels or ("labels", -100),
+        rules={},
+        predicts_next=_names_a_causal_loss(module),
+        keeps_tensors=bool(kept) or any([traced.keeps_tensors for traced in traces]),
         draws_elsewhere=draws_elsewhere,
         epsilon=traces[0].epsilon,
         on_meta=on_meta,
     )
 
 
-def _run(module: nn.Module, sample: Arguments, **replaced: Any) -> Any:
+def _run(module: nn.Module, sample: Arguments) -> Any:
     args, kwargs = sample.mapped(Tensor.clone)  # which the model may change
-    return module.forward(*args, **{**kwargs, **replaced})
+    return module.forward(*args, **kwargs)
 
 
 def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
@@ -149,49 +151,6 @@ def without_compiler(module: nn.Module) -> Iterator[None]:
         if "torch._dynamo" in sys.modules and any(map(has_compiled_code, module.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _with_labels_by_name(sample: Arguments, splitter: Splitter) -> Arguments:
-    """Return the same arguments, with the labels and what comes after them by name."""
-    names = [*splitter.names(sample)]
-    k = names.index("labels") if "labels" in names else len(names)
-    return Arguments(sample.args[:k], {**dict(zip(names[k:], sample.args[k:])), **sample.kwargs})
-
-
-def _loss_of(module: nn.Module, sample: Arguments) -> tuple[bool, bool]:
-    """Return two properties of the model's own loss, which a look at the model would not tell for sure.
-
-    Returns:
-        whether the loss is divided by ``num_items_in_batch``, which many models accept and ignore; and whether it
-        leaves out the first label of each row, because it compares outputs with the next labels
-    """
-    labels, named = sample.kwargs.get("labels"), _names_a_causal_loss(module)
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_meta:
-        return False, named
-    plain = _loss(module, sample)
-    if plain is None:
-        return False, False
-    of_one, of_two = (_loss(module, sample, num_items_in_batch=count) for count in (1, 2))
-    divides = of_one is not None and of_two is not None and abs(of_one) > 1.5 * abs(of_two)
-    if labels.dim() != 2:
-        return divides, False
-    # Labels of the sample in the place of others: a number of our own might be an error.
-    counted = labels[labels != -100]
-    exchanged = torch.where(labels == counted.min(), counted.max(), counted.min()) if counted.numel() else labels
-    first_exchanged = torch.cat([exchanged[:, :1], labels[:, 1:]], dim=1)
-    if torch.equal(first_exchanged, labels) or _loss(module, sample, labels=exchanged) == plain:
-        return divides, named  # Nothing shows.
-    return divides, _loss(module, sample, labels=first_exchanged) == plain
-
-
-def _loss(module: nn.Module, sample: Arguments, **replaced: Any) -> float | None:
-    torch.manual_seed(0)
-    try:
-        output = _run(module, sample, **replaced)
-    except (TypeError, RuntimeError):
-        return None  # It does not take this argument.
-    loss = own_loss(output)
-    return float(loss) if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def _names_a_causal_loss(module: nn.Module) -> bool:

@@ -120,11 +120,14 @@ class _Uses(TorchFunctionMode):
         self.before: dict[int, Tensor] = {id(parameter): parameter for parameter in parameters.values()}
         self.before |= {id(tensor): tensor for _, _, tensor in _held(module)}
         self._parameters = {_address(parameter): name for name, parameter in parameters.items()}
-        self._arguments = {
-            _address(tensor): (name, tensor) for name, value in arguments.items() for _, tensor in each(value)
-        }
         self._parameters.pop(0, None)
-        self._arguments.pop(0, None)
+        #: The arguments that may be labels, each with its address, and those of them that are embedded.
+        self._integers = {
+            name: (_address(value), value)
+            for name, value in arguments.items()
+            if isinstance(value, Tensor) and value.dim() and not value.is_floating_point() and value.dtype != torch.bool
+        }
+        self._embedded: set[str] = set()
         self.dtypes = {parameter.dtype for parameter in parameters.values()}
         #: By ids.
         self.first: dict[int, int] = {}
@@ -143,7 +146,14 @@ class _Uses(TorchFunctionMode):
         elif "out" in kwargs:
             self._refuse_changed(func, kwargs["out"])
         elif func in (functional.cross_entropy, functional.nll_loss):
-            self._note_labels(inspect.signature(func).bind(*args, **kwargs).arguments)
+            called = inspect.signature(func).bind(*args, **kwargs).arguments
+            self._note_labels(called["target"], called.get("ignore_index", -100))
+        elif func is functional.embedding:
+            self._embedded |= {
+                name
+                for name, (address, _) in self._integers.items()
+                if address == _address((*args, *kwargs.values())[0])
+            }
         if kwargs.get("generator") is not None:
             self.drawn.append((kwargs["generator"], self.now))
         result = func(*args, **kwargs)
@@ -163,11 +173,19 @@ class _Uses(TorchFunctionMode):
                     "optimizer.step()"
                 )
 
-    def _note_labels(self, arguments: Mapping[str, Any]) -> None:
-        target = arguments["target"]
-        name, argument = self._arguments.get(_address(target), ("", None))
-        if argument is not None and argument.numel() == target.numel():
-            self.labels = name, arguments.get("ignore_index", -100)
+    def _note_labels(self, target: Any, ignored: int = -100) -> None:
+        """Note the argument that a cross entropy has got for its labels, perhaps without the first of each row."""
+        if not isinstance(target, Tensor) or target.is_floating_point() or self.labels is not None:
+            return
+        for name, (_, argument) in self._integers.items():
+            if target.is_meta or argument.is_meta:
+                is_it = argument.numel() == target.numel() and _address(argument) == _address(target)
+            else:
+                next_ones = argument[..., 1:], functional.pad(argument, (0, 1), value=ignored)[..., 1:]
+                is_it = any([_has_elements(target, labels) for labels in (argument, *next_ones)])
+            if is_it and name not in self._embedded:
+                self.labels = name, ignored
+                return
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -187,6 +205,10 @@ def _assigns_itself(func: Callable[..., Any], args: Any) -> bool:
     if func.__name__ != "__set__" or len(args) < 2 or not isinstance(args[1], Tensor):
         return False
     return args[0].dtype == args[1].dtype and _address(args[0]) == _address(args[1]) != 0
+
+
+def _has_elements(target: Tensor, labels: Tensor) -> bool:
+    return target.numel() == labels.numel() > 0 and torch.equal(target.reshape(-1), labels.reshape(-1).to(target))
 
 
 def _address(tensor: Tensor) -> int:

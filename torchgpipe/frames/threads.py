@@ -5,7 +5,9 @@ Starting a thread takes as long as a small cell. So a mini-batch has as many thr
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -14,7 +16,7 @@ import torch
 
 from torchgpipe.engine.interrupts import join, uninterrupted
 
-__all__ = ["Threads"]
+__all__ = ["Threads", "place_of", "seconds_of"]
 
 #: What a thread runs. When it has finished, it calls its argument, which leaves the thread to others.
 _Work: TypeAlias = Callable[[Callable[[], None]], None]
@@ -67,3 +69,17 @@ class _Thread(threading.Thread):
         while (work := self._taken.get()) is not None:
             work(lambda: self._idle.append(self))
             del work  # It would keep the frame alive while the thread waits.
+
+
+def seconds_of(ident: int) -> float:
+    """Return the seconds that a thread has computed; 0 where the platform does not tell."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    return 0.0 if clock_of is None else time.clock_gettime(clock_of(ident))
+
+
+def place_of(ident: int) -> str:
+    """Return the place in the code where a thread is, outside of this library and of Python's own ``threading``."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchgpipe", "threading"):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

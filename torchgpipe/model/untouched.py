@@ -1,6 +1,8 @@
 """Running a model without leaving a trace: what a run changes is put back afterwards.
 
-Parameters are not copied: a forward that changes them is refused (see `spine.trace`), and gradients go to aliases.
+Parameters are not copied: a forward that changes them is refused (see `spine.trace`), and gradients go to aliases. But
+what a parameter has for attributes is put back: a layer that packs its weights may move a scale from its parameter to
+itself in its first run.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
         for child in module.modules()
         if not any([parameter is not None and is_lazy(parameter) for parameter in child._parameters.values()])
     ]
+    restore += [_restoring_state(vars(parameter)) for parameter in module.parameters() if vars(parameter)]
     owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
     of_python, of_numpy = python_random_states()
     with restored_generators({*owned, *devices}, list(module.modules())):
@@ -152,20 +155,16 @@ class in_mode:
 
 def _restoring(child: nn.Module) -> Callable[[], None]:
     """Return what puts a module back: attributes, hooks, and what the hooks count or collect outside of the module."""
-    before = {name: value for name, value in vars(child).items() if _is_state(name)}
-    items = [pair for value in before.values() for pair in _items(value, 3)]
+    put_back_state = _restoring_state(vars(child))
     # A library that installs hooks in the first run notes that in an attribute, so both are put back.
     hooks = [(vars(child)[name], dict(vars(child)[name])) for name in _HOOKS if vars(child).get(name) is not None]
     cells = [cell for _, by_id in hooks for hook in by_id.values() for cell in getattr(hook, "__closure__", None) or ()]
     counted = [(cell, cell.cell_contents) for cell in cells]
     noted = [getattr(hook, "__self__", None) for _, by_id in hooks for hook in by_id.values()]
-    items += [pair for value in (*noted, *[value for _, value in counted]) for pair in _items(value, 3)]
+    items = [pair for value in (*noted, *[value for _, value in counted]) for pair in _items(value, 3)]
 
     def put_back() -> None:
-        state = vars(child)
-        for name in [name for name in state if _is_state(name) and name not in before]:
-            del state[name]
-        state.update(before)
+        put_back_state()
         for value, copied in items:
             _refill(value, copied)
         for cell, content in counted:
@@ -174,6 +173,21 @@ def _restoring(child: nn.Module) -> Callable[[], None]:
             if [*value] != [*copied]:
                 value.clear()
                 value.update(copied)
+
+    return put_back
+
+
+def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:
+    """Return what puts back the attributes of a module or a parameter, and what is in them."""
+    before = {name: value for name, value in state.items() if _is_state(name)}
+    items = [pair for value in before.values() for pair in _items(value, 3)]
+
+    def put_back() -> None:
+        for name in [name for name in state if _is_state(name) and name not in before]:
+            del state[name]
+        state.update(before)
+        for value, copied in items:
+            _refill(value, copied)
 
     return put_back
 

@@ -1,0 +1,99 @@
+"""The numbers that a model returns, such as its loss: how those of micro-batches make that of the mini-batch.
+
+    labels     their mean, weighted with the labels that count
+    shifted    the same without the first label of each row, which a model leaves out that predicts the next ones
+    rows       their mean, weighted with the rows
+    sum        their sum: each micro-batch has its share already
+    given      their mean, with the caller's own weights
+
+Which of these rules it is, no name tells for sure. So the plain model runs on rows together and on rows apart, with
+labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
+`proof`. A model that is given ``num_items_in_batch`` may follow another rule then.
+
+Labels are counted before anything is launched, and where the caller has them: on the host, nobody waits for a device.
+For labels on a device the host waits once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchgpipe.frames.inputs import SplitBatch
+from torchgpipe.frames.outputs import JoinScalar, Rule, are_equal
+from torchgpipe.frames.settings import Settings
+from torchgpipe.model.loss import counted, numbers
+
+__all__ = ["gives_items", "joiner", "rule_of", "rules_to_try", "shares"]
+
+
+def gives_items(batch: SplitBatch) -> bool:
+    """Return whether a mini-batch says how many labels the loss is divided by."""
+    return batch.named[0].get("num_items_in_batch") is not None
+
+
+def rules_to_try(settings: Settings) -> list[Rule]:
+    """Return the rules that a number of the model may follow, the usual ones first."""
+    if settings.reduce == "sum":
+        return ["sum"]
+    if settings.weight is not None and settings.loss_fn is None:
+        return ["given"]
+    return ["labels", "shifted", "rows"] if settings.reduce == "mean" else ["labels", "shifted", "rows", "sum"]
+
+
+def rule_of(settings: Settings, batch: SplitBatch, path: str) -> Rule:
+    """Return the rule of an output: the one that the sample has shown, or else the usual one."""
+    study = settings.study
+    (usual, *others) = rules_to_try(settings)
+    known = study.rules.get(gives_items(batch), {}).get(path)
+    if not others or known is not None:
+        return usual if known is None else known
+    # The sample had no such number, or no proof: the losses that transformers names divide by what they are given.
+    return usual if not study.predicts_next else "sum" if gives_items(batch) else "shifted"
+
+
+def shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
+    """Return the factor of each micro-batch in a number of the mini-batch."""
+    if rule == "sum":
+        return [1.0] * len(batch.sizes)
+    if rule == "given":
+        assert settings.weight is not None
+        weights = numbers([settings.weight(part) for part in batch.named])
+    elif rule == "rows":
+        weights = numbers(batch.sizes)
+    else:
+        name, ignored = settings.study.labels
+        weights = numbers(
+            [
+                counted(part.get(name), ignored, size, shifts=rule == "shifted")
+                for part, size in zip(batch.named, batch.sizes)
+            ]
+        )
+    total = sum(weights) or 1.0
+    return [weight / total for weight in weights]
+
+
+def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
+    """Return what joins tensors without dimensions; called before anything is launched."""
+    # The caller's own weights may want labels that are not there, and are asked for a number only.
+    usual = {*settings.study.rules.get(gives_items(batch), {}).values(), rule_of(settings, batch, "")} - {"given"}
+    known: dict[Rule, list[float]] = {rule: shares(settings, batch, rule) for rule in usual}
+
+    def joined(path: str, values: Sequence[Tensor]) -> Tensor:
+        if not values[0].is_floating_point() and not values[0].is_complex():
+            if are_equal(values):
+                return values[0]
+            raise ValueError(
+                f"the output '{path}' is a whole number that differs between micro-batches, and cannot be joined; use "
+                "model.step, whose loss_fn gets the output of each micro-batch"
+            )
+        rule = rule_of(settings, batch, path)
+        if rule not in known:
+            known[rule] = shares(settings, batch, rule)
+        # A mean over no labels is nan.
+        parts = [value * share for value, share in zip(values, known[rule]) if share]
+        return torch.stack(parts).sum() if parts else values[0]
+
+    return joined

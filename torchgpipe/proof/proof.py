@@ -1,0 +1,433 @@
+"""The proof of a pipeline: what it computes on a mini-batch, beside what the plain model computes.
+
+    rows together    the plain model, all rows at once              ─┐ equal but for rounding, with gradients of losses,
+    rows apart       the plain model, micro-batch by micro-batch    ─┤ or rows are coupled, or split or joined wrongly
+    pipeline         as it stands, micro-batch by micro-batch       ─┘ equal, or the cut has lost something
+
+All of this runs in training as well as in evaluation, as far as it can. Rows together and apart draw other numbers, and
+a batch norm couples them, so a model that draws or changes its buffers in training is compared by rows in evaluation
+only. The pipeline draws what the plain model draws, and is compared in training with all gradients.
+
+A gradient is kept as a fingerprint, so that no more than the gradients of one run take memory. Two gradients of other
+bits may differ by the order of sums. How much rounding makes of that in a tensor, the plain model tells: its gradients
+of 3 and 5 times the loss, over 3 and 5, differ from those of the loss by rounding alone.
+
+Nothing is left behind: gradients of parameters go to stand-ins, those of other leaves are set aside (`outside`), and
+`untouched` puts back the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.torch_internals import BatchNormBase
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.model.comparison import Comparison, difference_of
+from torchgpipe.model.fingerprint import Fingerprint, fingerprint, length, weighted_sum
+from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.proof.outside import Outside
+from torchgpipe.replay.ambient import Ambient
+
+__all__ = ["Gradients", "PlainFails", "Proof", "Roots", "Take", "copy_of", "prints"]
+
+#: The gradients of a run by the names of parameters; None for a parameter that has none.
+Gradients = dict[str, Fingerprint | None]
+#: Where backward begins, each tensor with its gradient.
+Roots = list[tuple[Tensor, Tensor]]
+
+
+class Take(ABC):
+    """The stand-ins of parameters during a run."""
+
+    @abstractmethod
+    def own(self) -> list[Tensor]:
+        """Return the stand-ins."""
+
+    @abstractmethod
+    def take(self) -> Iterable[tuple[str, Leaf]]:
+        """Yield the gradients that have arrived, by the names of parameters, and leave none."""
+
+
+class PlainFails(Exception):
+    """The plain model does not take the mini-batch, or not as micro-batches.
+
+    Attributes:
+        error: what to tell the user
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Run(NamedTuple):
+    """What the plain model has computed, micro-batch by micro-batch.
+
+    Attributes:
+        outputs: the output of each micro-batch, without a graph
+        loss: the loss of a step, if a loss function is compared
+        buffers: the buffers that have changed
+        gradients: those of all micro-batches; None if the plain model cannot be differentiated
+        draws: whether it draws random numbers
+        draws_apart: whether it draws from generators that cannot follow a micro-batch from device to device
+    """
+
+    outputs: list[Any]
+    loss: Tensor | None
+    buffers: dict[str, Tensor]
+    gradients: Gradients | None
+    draws: bool
+    draws_apart: bool
+
+
+class Number(NamedTuple):
+    """A number that a run has given, such as a loss, with its gradients; None if it has no graph."""
+
+    value: Tensor
+    gradients: Gradients | None
+
+
+class Proof(ABC):
+    """The comparison of a pipeline with the plain model on one mini-batch.
+
+    Args:
+        module: the pipeline
+        devices: the devices that it computes on
+        sizes: the rows of each micro-batch
+        epsilon: the rounding error of the coarsest numbers in the model, relative to 1
+
+    Attributes:
+        comparison: the table
+    """
+
+    def __init__(
+        self, module: nn.Module, devices: Sequence[torch.device], sizes: Sequence[int], epsilon: float
+    ) -> None:
+        self._module, self._devices, self._sizes = module, devices, sizes
+        self.comparison = Comparison(epsilon)
+        self._outside = Outside()
+        self._draws = False
+        #: The longest that the plain model has taken for a micro-batch.
+        self._seconds = 0.0
+
+    # ------------------------------------------------------------------------------------------- what a front gives
+
+    @abstractmethod
+    def plain(self, i: int | None) -> Any:
+        """Run the plain model on micro-batch ``i``, or on all rows, and return its output."""
+
+    @abstractmethod
+    def tensors(self, output: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of an output by path."""
+
+    @abstractmethod
+    def without_graph(self, output: Any) -> Any:
+        """Return an output with copies of its tensors, which the model may change later."""
+
+    @abstractmethod
+    def numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
+        """Return the losses and other numbers of a micro-batch, or of all rows, by path."""
+
+    @abstractmethod
+    def roots(self, i: int, output: Any) -> Roots:
+        """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
+
+    @abstractmethod
+    def total(self) -> Tensor | None:
+        """Return the loss of the micro-batches that `roots` has got, if a loss function is compared."""
+
+    @abstractmethod
+    def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
+        """Compare a number of all rows with those of the micro-batches; see `fits`."""
+
+    @abstractmethod
+    def compare_outputs_of_rows(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
+        """Compare the output of all rows with those of the micro-batches."""
+
+    @abstractmethod
+    def running_plain(self) -> AbstractContextManager[Take]:
+        """Let the plain model run in a ``with`` block, and take its gradients."""
+
+    @abstractmethod
+    def following(self, i: int) -> AbstractContextManager[object]:
+        """Let micro-batch ``i`` draw its random numbers in a ``with`` block."""
+
+    @abstractmethod
+    def compare_pipeline(self, apart: Run) -> None:
+        """Run the pipeline, forward and backward, and compare it with the plain model."""
+
+    @abstractmethod
+    def compare_evaluation(self, outputs: list[Any]) -> None:
+        """Run the pipeline forward in evaluation, and compare it with the plain model."""
+
+    @abstractmethod
+    def draws(self) -> tuple[bool, bool]:
+        """Return what a `Run` says of the random numbers of the last run."""
+
+    def extent(self, count: int) -> AbstractContextManager[object]:
+        """Surround the run of so many micro-batches."""
+        return nullcontext()
+
+    @property
+    def patience(self) -> float:
+        """The seconds after which a micro-batch that only waits is taken to wait for ever."""
+        return 2.0 + 10 * self._seconds
+
+    def modes(self) -> list[bool]:
+        """Return the modes in which to compare gradients, best first: training, or evaluation."""
+        return [True, False]
+
+    # -------------------------------------------------------------------------------------------------------- the run
+
+    def run(self) -> Comparison:
+        """Run everything, and return the comparison.
+
+        Raises:
+            PlainFails: the plain model does not take the micro-batches.
+        """
+        with torch.inference_mode(False), torch.enable_grad(), self._outside:
+            training, apart = self._run_apart()
+            norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
+            # A layer that changes its buffers, as a spectral norm does, may compute with them.
+            couples = self._draws or bool(apart.buffers or norms)
+            evaluated = None if training else apart.outputs
+            if len(self._sizes) > 1 and self.comparison.is_equal:
+                if not (training and couples):
+                    self._compare_rows(training)
+                if training and self.comparison.is_equal:
+                    evaluated = self._evaluated(apart, couples)
+            if self.comparison.is_equal:
+                with in_mode(self._module, training):
+                    self.compare_pipeline(apart)
+            if training and evaluated is not None and self.comparison.is_equal:
+                with in_mode(self._module, False), untouched(self._module, self._devices), torch.no_grad():
+                    self.compare_evaluation(evaluated)
+        return self.comparison
+
+    def verify(self) -> Comparison:
+        """Run everything, and return the comparison; what the plain model raises is raised."""
+        try:
+            return self.run()
+        except PlainFails as failure:
+            raise failure.error from failure.__cause__
+
+    def _run_apart(self) -> tuple[bool, Run]:
+        """Run the plain model on each micro-batch, in training if it can be, or else in evaluation."""
+        modes = self.modes()
+        for training in modes:
+            try:
+                with in_mode(self._module, training):
+                    run = self.apart()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if training is modes[-1]:
+                    raise PlainFails(self.not_apart(error)) from error
+                self.skip(f"training, in which the plain model fails on the sample ({_said(error)})")
+                continue
+            self._draws |= run.draws
+            if not (training and run.draws_apart):
+                return training, run
+            self.skip("training, in which the model draws from generators that do not follow a micro-batch")
+        return training, run
+
+    def _evaluated(self, apart: Run, couples: bool) -> list[Any] | None:
+        """Compare rows in evaluation, unless the model does there what it does in training; return the outputs."""
+        try:
+            with in_mode(self._module, False):
+                run = self.apart(backward=False)
+        except Exception as error:
+            if couples:
+                raise PlainFails(self.not_apart(error)) from error
+            self.skip(f"evaluation, in which the plain model fails on the sample ({_said(error)})")
+            return None
+        if couples or not all(map(self._are_equal, run.outputs, apart.outputs)):
+            self._compare_rows(False)
+        return run.outputs
+
+    def _are_equal(self, a: Any, b: Any) -> bool:
+        left, right = dict(self.tensors(a)), dict(self.tensors(b))
+        return left.keys() == right.keys() and all([difference_of(left[path], right[path])[0] == 0 for path in left])
+
+    def skip(self, reason: str) -> None:
+        """Note what is not compared, with the reason."""
+        if reason not in self.comparison.skipped:
+            self.comparison.skipped.append(reason)
+
+    def not_apart(self, error: Exception) -> Exception:
+        """Return what to raise if the plain model fails on its micro-batches."""
+        return error
+
+    # ------------------------------------------------------------------------------------------------ the plain model
+
+    def apart(self, *, backward: bool = True, scale: int = 1) -> Run:
+        """Run the plain model on each micro-batch.
+
+        Args:
+            backward: whether to differentiate it
+            scale: multiplies the gradients that backward begins with
+        """
+        outputs: list[Any] = []
+        with self._untouched(), self.running_plain() as stand_ins, self.extent(len(self._sizes)):
+            buffers = Buffers(self._module)
+            for i in range(len(self._sizes)):
+                begin = time.perf_counter()
+                with self.following(i):
+                    output = self.plain(i)
+                    self._seconds = max(self._seconds, time.perf_counter() - begin)
+                    roots = self.roots(i, output) if backward else []
+                    outputs.append(self.without_graph(output))
+                backward = backward and self._differentiate(roots, stand_ins, scale=scale)
+                del output, roots
+            draws, loss = self.draws(), self.total()
+            changed = buffers.changed()
+            gradients = self._gradients(stand_ins) if backward else None
+        return Run(outputs, loss, changed, gradients, *draws)
+
+    def _compare_rows(self, training: bool) -> None:
+        """Compare rows together with rows apart, and the numbers among the outputs with their gradients."""
+        with in_mode(self._module, training):
+            parts = [self._with_numbers(i) for i in range(len(self._sizes))]
+            draws = any(self.draws())
+            together, numbers = self._with_numbers(None)
+        for path, number in numbers.items() if not draws else ():
+            self.compare_number(path, number, [part[path] for _, part in parts if path in part])
+        self.compare_outputs_of_rows(together, [output for output, _ in parts], training=training, draws=draws)
+
+    def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
+        """Return the output of the plain model without its graph, and the numbers in it with their gradients."""
+        numbers: dict[str, Number] = {}
+        with self._untouched(), self.running_plain() as stand_ins, self.extent(1):
+            with self.following(i or 0):
+                output = self.plain(i)
+                found = self.numbers(i, output)
+            for path, value in found.items():
+                gradients = None
+                if value.requires_grad:
+                    roots = [(value, torch.ones_like(value))]
+                    if self._differentiate(roots, stand_ins, keep_graph=path != [*found][-1]):
+                        gradients = self._gradients(stand_ins)
+                numbers[path] = Number(value.detach(), gradients)
+            return self.without_graph(output), numbers
+
+    def _differentiate(self, roots: Roots, stand_ins: Take, *, scale: int = 1, keep_graph: bool = False) -> bool:
+        """Differentiate from roots, and return whether that was possible: a model that only evaluates may fail."""
+        if not roots:
+            return True
+        tensors = [tensor for tensor, _ in roots]
+        self._outside.note(tensors, stand_ins.own())
+        try:
+            with Ambient().without_autocast():  # as the pipeline does
+                grads = [grad * scale for _, grad in roots]
+                torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.skip(f"gradients, because the plain model cannot be differentiated ({_said(error)})")
+            return False
+        return True
+
+    def _gradients(self, stand_ins: Take) -> Gradients:
+        gradients = prints(stand_ins.take())
+        for k, grad in enumerate(self._outside.take()):
+            gradients[outside_name(k)] = None if grad is None else fingerprint(grad)
+        return gradients
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        with untouched(self._module, self._devices):
+            yield
+
+    # ----------------------------------------------------------------------------------------------- the comparisons
+
+    def fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
+        """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
+        loose = self.comparison.loose
+        parts = [float(number.value) * share for number, share in zip(apart, shares)]
+        whole = float(together.value)
+        if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):
+            return math.isnan(whole) and math.isnan(sum(parts))
+        gradients = [number.gradients for number in (together, *apart)]
+        if any([one is None for one in gradients]):
+            return True
+        gap, size = 0.0, 0.0
+        for name, of_all in (together.gradients or {}).items():
+            known = [(1.0, of_all)] if of_all is not None else []
+            terms = [(share, (number.gradients or {}).get(name)) for number, share in zip(apart, shares)]
+            joined = weighted_sum([(share, one) for share, one in terms if one is not None])
+            gap += _squared(length(weighted_sum(known), joined))
+            size += max(_squared(length(joined)), *[_squared(one.norm) for _, one in known], 0.0)
+        return math.sqrt(gap) <= loose * math.sqrt(size)
+
+    def compare_gradients(
+        self,
+        expected: Mapping[str, Fingerprint | None],
+        actual: Iterable[tuple[str, Fingerprint | None, str]],
+        what: str = "",
+    ) -> None:
+        """Compare gradients of the pipeline with those of the plain model, and add the rows.
+
+        Args:
+            expected: those of the plain model
+            actual: those of the pipeline, each with its name and what to say if it differs
+            what: what they are gradients of, for the rows
+        """
+        doubtful: list[tuple[int, str, Fingerprint | None, str]] = []
+        rows = self.comparison.rows
+        for name, ours, fault in actual:
+            if ours is None and expected.get(name) is None:
+                continue
+            row = self.comparison.compare_gradients(f"gradient of {name}{what}", expected.get(name), ours, fault)
+            if row.fault:
+                doubtful.append((len(rows), name, ours, fault))
+            rows.append(row)
+        if not doubtful:
+            return
+        noise = self._noise(expected)
+        for k, name, ours, fault in doubtful:
+            rows[k] = self.comparison.compare_gradients(
+                rows[k].name, expected.get(name), ours, fault, noise=noise.get(name, 0.0)
+            )
+
+    def _noise(self, expected: Mapping[str, Fingerprint | None]) -> dict[str, float]:
+        """Return the norm of the rounding of each gradient of the plain model."""
+        noise: dict[str, float] = {}
+        for scale in (3, 5):
+            for name, scaled in (self.apart(scale=scale).gradients or {}).items():
+                known = expected.get(name)
+                if known is not None and scaled is not None:
+                    gap = length(known.projections, weighted_sum([(1 / scale, scaled)]))
+                    noise[name] = max(noise.get(name, 0.0), gap)
+        return noise
+
+
+def outside_name(k: int) -> str:
+    """Return a name for a leaf outside of the model, for errors."""
+    return f"leaf {k} outside of the model"
+
+
+def prints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
+    """Return the fingerprints of gradients."""
+    return {name: None if grad is None else fingerprint(grad) for name, grad in gradients}
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy without a graph: the model may change the tensor later."""
+    return tensor.detach().clone()
+
+
+def _squared(value: float) -> float:
+    return value * value
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"

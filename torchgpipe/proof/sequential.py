@@ -1,0 +1,277 @@
+"""The proof of a pipeline of layers: a call with its backward and, with a target, a step, beside the layers one by one.
+
+Where layers draw random numbers, everything runs in evaluation: a pipeline draws in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.device import bring
+from torchgpipe.devices.torch_internals import pytree
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.model.comparison import cotangent
+from torchgpipe.model.loss import MeanLoss
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.untouched import Buffers
+from torchgpipe.proof.proof import Number, Proof, Roots, Run, Take, copy_of, outside_name, prints
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import generator_states
+from torchgpipe.skip.tracker import SkipTracker
+
+__all__ = ["SequentialProof"]
+
+_DRAWS = (
+    "layers draw random numbers in evaluation, too, and a pipeline draws in another order, so nothing can be compared; "
+    "let them draw in training only, or compare a model without them"
+)
+
+
+class _StandIns(Take):
+    """Parameters with the memory of those of a model, whose hooks and ``.grad`` are their own.
+
+    Args:
+        model: the model
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (layer, name, parameter)
+            for layer in model.modules()
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and not is_lazy(parameter)
+        ]
+        self._made = {
+            parameter: nn.Parameter(parameter.detach(), parameter.requires_grad) for *_, parameter in self._places
+        }
+        for parameter, stand_in in self._made.items():
+            vars(stand_in).update(vars(parameter))
+        self._named: dict[str, Tensor] = {}
+        self._model = model
+
+    def __enter__(self) -> _StandIns:
+        for layer, name, parameter in self._places:
+            setattr(layer, name, self._made[parameter])
+        self._named = dict(self._model.named_parameters())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for layer, name, parameter in self._places:
+            setattr(layer, name, parameter)
+
+    def own(self) -> list[Tensor]:
+        return list(self._named.values())
+
+    def take(self) -> Iterator[tuple[str, Leaf]]:
+        for name, stand_in in self._named.items():
+            grad, stand_in.grad = stand_in.grad, None
+            yield name, grad
+
+
+class SequentialProof(Proof):
+    """The comparison of a pipeline with its own layers on one mini-batch.
+
+    Args:
+        model: the pipeline
+        partitions: returns the layers of each partition
+        devices: the device of each partition
+        batches: returns new micro-batches, at most so many
+        gather: joins the outputs of micro-batches
+        pipeline: runs the mini-batch through the pipeline, forward
+        around: the extent of a mini-batch of so many micro-batches
+        loss: returns the loss of a step of at most so many micro-batches; None to compare no step
+        step: runs a step
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partitions: Callable[[], Sequence[Partition]],
+        devices: Sequence[torch.device],
+        *,
+        chunks: int,
+        batches: Callable[[int], list[Batch]],
+        gather: Callable[[list[Batch]], Any],
+        pipeline: Callable[[], Any],
+        around: Callable[[int, nn.Module], AbstractContextManager[None]],
+        loss: Callable[[int], MeanLoss] | None,
+        step: Callable[[], Any],
+    ) -> None:
+        count = len(batches(chunks))
+        parameters = [known for known in model.parameters() if known.is_floating_point() or known.is_complex()]
+        super().__init__(
+            model, devices, [1] * count, max([torch.finfo(known.dtype).eps for known in parameters], default=0.0)
+        )
+        self._partitions, self._chunks, self._batches, self._gather = partitions, chunks, batches, gather
+        self._pipeline, self._around, self._make_loss, self._step = pipeline, around, loss, step
+        #: The loss of a step while steps are compared.
+        self._loss: MeanLoss | None = None
+        self._steps = False
+        #: For each leaf of the output, the gradient that backward of each micro-batch begins with.
+        self._seeds: list[list[Tensor]] = []
+        self._before: list[bytes] = []
+
+    # ---------------------------------------------------------------------------------------------------------- layers
+
+    def plain(self, i: int | None) -> Batch:
+        (batch,) = self._batches(1) if i is None else self._batches(self._chunks)[i : i + 1]
+        tracker = SkipTracker()
+        with tracker:
+            for partition, device in zip(self._partitions(), self._devices):
+                batch = batch.replace(tuple([leaf if leaf is None else bring(leaf, device) for leaf in batch.leaves]))
+                for key, skip in tracker.skips.items():
+                    tracker.skips[key] = skip if skip is None else bring(skip, device)
+                batch = type(batch).of(batch.pass_to(partition), "the output of a layer")
+        return batch
+
+    @contextmanager
+    def running_plain(self) -> Iterator[Take]:
+        with _StandIns(self._module) as stand_ins:
+            self._before = generator_states(self._devices)
+            yield stand_ins
+
+    def following(self, i: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def draws(self) -> tuple[bool, bool]:
+        draws = generator_states(self._devices) != self._before
+        return draws, draws
+
+    def extent(self, count: int) -> AbstractContextManager[object]:
+        return self._around(count, self._module)
+
+    def tensors(self, output: Batch) -> Iterator[tuple[str, Tensor]]:
+        return iter(_named(output.value).items())
+
+    def without_graph(self, output: Batch) -> Batch:
+        return output.replace(tuple([leaf if leaf is None else copy_of(leaf) for leaf in output.leaves]))
+
+    def _loss_of(self, chunks: int) -> MeanLoss:
+        assert self._make_loss is not None
+        loss = self._make_loss(chunks)
+        loss.total = loss.prepare(self._batches(chunks))
+        return loss
+
+    def roots(self, i: int, output: Batch) -> Roots:
+        if self._steps:
+            if i == 0:
+                self._loss = self._loss_of(self._chunks)
+            assert self._loss is not None
+            share = self._loss.finish(i, output)
+            return [(share, torch.ones_like(share))] if share.requires_grad else []
+        pairs = [(leaf, cotangent(f"{k} {i}", leaf)) for k, leaf in enumerate(output.leaves) if leaf is not None]
+        self._seeds = [seeds[:i] for seeds in self._seeds] if i else [[] for _ in pairs]
+        for seeds, (_, seed) in zip(self._seeds, pairs):
+            seeds.append(seed)
+        return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
+
+    def total(self) -> Tensor | None:
+        return self._loss.sum() if self._steps and self._loss is not None else None
+
+    def _run_apart(self) -> tuple[bool, Run]:
+        training, run = super()._run_apart()
+        if run.draws:
+            self.comparison.note("random numbers", _DRAWS)
+        return training, run
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+
+    def numbers(self, i: int | None, output: Batch) -> dict[str, Tensor]:
+        if self._make_loss is None:
+            return {}
+        loss = self._loss_of(1 if i is None else self._chunks)
+        return {"loss": loss.finish(i or 0, output)}
+
+    def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
+        joined = torch.stack([share.value for share in apart]).sum()
+        fault = (
+            f"the loss of all rows is {float(together.value):.6g}, and that of the rows apart {float(joined):.6g}, or "
+            "their gradients differ: loss_fn is no mean over rows or labels; give weight=, which returns the weight of "
+            "a micro-batch"
+        )
+        fault *= not self.fits(together, apart, [1.0] * len(apart))
+        self.comparison.add_number("loss of a step, rows together and apart", together.value, joined, fault)
+
+    def compare_outputs_of_rows(self, together: Batch, apart: list[Any], *, training: bool, draws: bool) -> None:
+        joined = _named(self._gather(apart))
+        for name, tensor in self.tensors(together):
+            fault = (
+                f"the output {name} of shape {tuple(tensor.shape)} is not what the rows apart give, without a pipeline "
+                "either: a layer couples the rows, as by x.mean(0), or dimension 0 is not the batch (batch_first=True?)"
+            )
+            row, loose = f"output {name}, rows together and apart", self.comparison.loose
+            self.comparison.add(row, tensor, joined.get(name), fault, tolerance=loose)
+
+    # -------------------------------------------------------------------------------------------------------- pipeline
+
+    def compare_pipeline(self, apart: Run) -> None:
+        outputs = self._gather([*apart.outputs])
+        self._compare("", apart, _named(outputs), lambda: self._differentiated(self._pipeline()))
+        if self._make_loss is not None:
+            self._steps = True
+            try:
+                stepped = self.apart()
+                assert stepped.loss is not None
+                self._compare(" of a step", stepped, {"['loss']": stepped.loss}, self._stepped)
+            finally:
+                self._steps, self._loss = False, None
+
+    def _compare(
+        self, what: str, apart: Run, outputs: Mapping[str, Tensor], run: Callable[[], dict[str, Tensor]]
+    ) -> None:
+        """Run the pipeline, and compare its outputs, the buffers and the gradients with those of the layers."""
+        with self._untouched(), _StandIns(self._module) as stand_ins:
+            buffers = Buffers(self._module)
+            ours = run()
+            changed = buffers.changed()
+            gradients = prints(stand_ins.take())
+            gradients |= prints([(outside_name(k), grad) for k, grad in enumerate(self._outside.take())])
+        kinds: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
+            ("output", outputs, ours),
+            ("buffer", apart.buffers, changed),
+        ]
+        for kind, expected, actual in kinds:
+            for name in dict.fromkeys([*expected, *actual]):
+                row, tight = f"{kind} {name}{what}", self.comparison.tight
+                fault = f"{row} is not that of the layers, run one by one"
+                self.comparison.add(row, expected.get(name), actual.get(name), fault, tolerance=tight)
+        if apart.gradients is not None:
+            said = "is not that of the layers, run one by one"
+            self.compare_gradients(
+                apart.gradients,
+                [(name, grad, f"gradient of {name}{what} {said}") for name, grad in gradients.items()],
+                what,
+            )
+
+    def _differentiated(self, output: Any) -> dict[str, Tensor]:
+        """Differentiate the output of the pipeline as that of the layers was, and return it."""
+        leaves: list[Leaf] = pytree.tree_leaves(output)
+        pairs = zip([leaf for leaf in leaves if leaf is not None], self._seeds)
+        wanted = [(leaf, torch.cat(seeds)) for leaf, seeds in pairs if leaf.requires_grad]
+        if wanted:
+            with Ambient().without_autocast():
+                torch.autograd.backward([leaf for leaf, _ in wanted], [grad for _, grad in wanted])
+        return _named(output)
+
+    def _stepped(self) -> dict[str, Tensor]:
+        result = self._step()
+        return {"['loss']": result[0] if isinstance(result, tuple) else result}
+
+    def compare_evaluation(self, outputs: list[Any]) -> None:
+        ours = _named(self._pipeline())
+        for name, tensor in _named(self._gather(outputs)).items():
+            row, tight = f"output {name} in evaluation", self.comparison.tight
+            fault = f"{row} is not that of the layers, run one by one"
+            self.comparison.add(row, tensor, ours.get(name), fault, tolerance=tight)
+
+
+def _named(value: Any) -> dict[str, Tensor]:
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    return {pytree.keystr(path) or "value": leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)}
