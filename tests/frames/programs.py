@@ -107,6 +107,8 @@ class Program(nn.Module):
     def __init__(self, moves: list[tuple[str, int]], parts: list[tuple[str, int]], tied: bool) -> None:
         super().__init__()
         self.moves = moves
+        #: Whether the loss is a sum over rows, and not a mean.
+        self.sums = any([name == "sum" for name, _ in moves])
         self.parts = nn.ModuleList([Part(kind, pack) for kind, pack in parts])
         self.loose = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(2)])
         self.square = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -138,7 +140,6 @@ class Run:
         self.aside: list[Tensor] = []
         self.memory: list[Tensor] = []
         self.next = 0
-        self.sums = False
 
     @property
     def x(self) -> Tensor:
@@ -156,7 +157,7 @@ class Run:
         return x + other
 
     def loss(self) -> Tensor:
-        return self.x.square().sum() if self.sums else self.x.square().mean()
+        return self.x.square().sum() if self.model.sums else self.x.square().mean()
 
 
 Move = Callable[[Run, int], None]
@@ -347,7 +348,7 @@ def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor | None:
 
 @move("sum")
 def _(run: Run, x: Tensor, y: Tensor, k: int) -> None:
-    run.sums = True
+    """The loss is a sum, wherever this comes."""
 
 
 @move("sequence first")

@@ -55,7 +55,7 @@ def test_nothing_stays_behind() -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters, modes, before = dict(model.named_parameters()), [one.training for one in model.modules()], states()
     with pytest.warns(UserWarning, match=r"\['balance'\] differ between rows together and rows apart"):
-        two(model, torch.randn(3, 4), verify=["balance"])
+        two(model, torch.randn(3, 4), may_differ=["balance"])
     after = states()
     torch.randn(3, 4)
     assert after[1:] == before[1:]
@@ -88,7 +88,7 @@ def test_the_callers_tensors_stay_as_they_are_and_may_be_of_inference_mode(infer
 
 
 def test_the_balancing_of_experts_is_refused_unless_it_is_named() -> None:
-    with pytest.raises(ValueError, match=r"verify=\['balance'\] lets it differ, with a warning .*verify=False"):
+    with pytest.raises(ValueError, match=r"may_differ=\['balance'\] lets it differ, with a warning .*verify=False"):
         two(Net())
     assert not two(Net(), verify=False).verify(torch.randn(4, 4)).is_equal
 

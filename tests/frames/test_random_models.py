@@ -91,11 +91,11 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
         "schedule": data.draw(st.sampled_from(["GPipe", "1F1B", "ZeroBubble"])),
         "checkpoint": data.draw(st.booleans()),
         "loss_fn": lambda output, _: output["loss"],
-        "reduce": "sum" if any([name == "sum" for name, _ in program.moves]) and data.draw(st.booleans()) else None,
+        "reduce": "sum" if program.sums and data.draw(st.booleans()) else None,
     }
     arguments = [{"x": batch, "mask": mask, "extra": extra} for batch in batches]
     try:
-        expected = [run(plain, partial(in_parts, plain, options["reduce"]), one) for one in arguments]
+        expected = [run(plain, partial(in_parts, plain), one) for one in arguments]
     except (RuntimeError, ValueError):
         event("the plain model fails")
         return
@@ -146,7 +146,7 @@ def close(name: str, actual: Tensor | None, expected: Tensor | None, slack: floa
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol, equal_nan=True, msg=lambda _: message)
 
 
-def in_parts(plain: Program, reduce: str | None, x: Tensor, mask: Tensor, extra: Any) -> dict[str, Any]:
+def in_parts(plain: Program, x: Tensor, mask: Tensor, extra: Any) -> dict[str, Any]:
     """Call the plain model on one micro-batch after the other."""
     rows = [len(part) for part in x.chunk(CHUNKS)]
     outputs, start = [], 0
@@ -156,7 +156,7 @@ def in_parts(plain: Program, reduce: str | None, x: Tensor, mask: Tensor, extra:
         if not torch.is_grad_enabled():  # It is a leaf, as what a caller passes is.
             part["x"] = part["x"].detach().requires_grad_()
         outputs.append(plain(**part))
-    shares = [1.0 if reduce == "sum" else count / len(x) for count in rows]
+    shares = [1.0 if plain.sums else count / len(x) for count in rows]
     return {
         "out": torch.cat([output["out"] for output in outputs]),
         "aside": [torch.cat(each) for each in zip(*[output["aside"] for output in outputs])],

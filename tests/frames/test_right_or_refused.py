@@ -89,7 +89,6 @@ Moves = list[tuple[str, int]]
 #: What the model does in partition 0, where one tensor is there beside the input; what it does in partition 1; and what
 #: it is told.
 REFUSED: dict[str, tuple[Moves, Moves, str]] = {
-    "sum": ([], [("sum", 0)], r"'loss' of 4 rows is .*it is a sum: give reduce='sum'"),
     "coupled loss": ([], [("coupled loss", 0)], r"'loss' of 4 rows .* the rows are coupled"),
     "mean of rows": ([("mean of rows", 0)], [], r"coupled, as by x.mean\(0\)"),
     "sequence first": ([("sequence first", 1)], [], r"batch_first=True for 'recurrent'\?"),

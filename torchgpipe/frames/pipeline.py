@@ -35,12 +35,40 @@ from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 
-__all__ = ["Pipeline"]
+__all__ = ["NumbersOfProof", "Pipeline"]
+
+
+class NumbersOfProof(RandomNumbers):
+    """The random numbers of a proof, in which one micro-batch computes at a time: those of Python and NumPy, too.
+
+    Attributes:
+        draws_in_python: whether any of the latter were drawn
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.draws_in_python = False
+        self._python: dict[int, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def of(self, i: int, device: torch.device) -> Iterator[None]:
+        """See `RandomNumbers.of`."""
+        callers = python_random_states()
+        with super().of(i, device):
+            begun = self._python.get(i, callers)
+            set_python_random_states(begun)
+            try:
+                yield
+            finally:
+                self._python[i] = python_random_states()
+                self.draws_in_python |= self._python[i] != begun
+                set_python_random_states(callers)
 
 
 class Pipeline:
@@ -398,7 +426,7 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
-        numbers = RandomNumbers(None)
+        numbers = NumbersOfProof()
         return self._mini_batch(
             batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience
         )

@@ -23,7 +23,7 @@ from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
 from torchgpipe.frames.outputs import join, verify_known
-from torchgpipe.frames.pipeline import Pipeline
+from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import variations
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
@@ -31,8 +31,6 @@ from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
 from torchgpipe.proof.proof import Gradients, Number, PlainFails, Proof, Roots, Run, Take, copy_of, outside_name
-from torchgpipe.replay.random import generators_in
-from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["FramesProof", "prove"]
@@ -56,7 +54,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     if splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else 2 * splitter.rows
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        tried = variations(splitter, sample, settings.study.labels)
+        tried = variations(splitter, sample, settings.study.labels) if verifies else [sample]
     with_loss = target is not None and settings.loss_fn is not None
     for arguments in tried:
         proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
@@ -107,7 +105,7 @@ class FramesProof(Proof):
             self._target = mapped(target, copy_of) if with_loss else None
         self._with_loss = with_loss
         self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
-        self._random: RandomNumbers | None = None
+        self._random: NumbersOfProof | None = None
         self._loss: MicroBatchLoss | None = None
         self.differing: list[str] = []
 
@@ -129,17 +127,10 @@ class FramesProof(Proof):
 
     # ------------------------------------------------------------------------------------------------- the plain model
 
-    def modes(self) -> list[bool]:
-        if self._settings.study.draws_elsewhere:
-            # The numbers of generators of Python cannot be repeated for a micro-batch.
-            self.skip("training, in which the model draws from generators of Python or NumPy")
-            return [False]
-        return [True, False]
-
     @contextmanager
     def running_plain(self) -> Iterator[Take]:
         with self._pipeline.in_one_piece(backward=True) as aliases:
-            self._aliases, self._random = aliases, RandomNumbers(None)
+            self._aliases, self._random = aliases, NumbersOfProof()
             self._loss = self._loss_of(self._batch)
             yield _Aliased(aliases, self._names)
 
@@ -151,8 +142,7 @@ class FramesProof(Proof):
         # The numbers of a device would have to go with the micro-batch from device to device.
         assert self._random is not None
         drawn = self._random.drawn
-        always = bool(generators_in(self._module.modules()))
-        return any(drawn) or always, drawn.device and len(set(self._devices)) > 1
+        return any(drawn) or self._random.draws_in_python, drawn.device and len(set(self._devices)) > 1
 
     def plain(self, i: int | None) -> Any:
         return self._call(self._batch.arguments if i is None else self._batch.parts[i])

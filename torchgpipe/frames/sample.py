@@ -19,7 +19,8 @@ from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, Rule, kinds_of
 from torchgpipe.frames.spine import Trace, trace
-from torchgpipe.model.untouched import attributes, in_mode, python_random_states, untouched
+from torchgpipe.model.untouched import attributes, in_mode, untouched
+from torchgpipe.model.values import each
 
 __all__ = ["Study", "study", "without_compiler"]
 
@@ -33,11 +34,11 @@ class Study:
         splitter: splits arguments as the sample is split
         kinds: how outputs depend on the rows, in evaluation and in training
         labels: the argument whose labels a loss of the model counts, and the label that it leaves out
+        returns_numbers: whether the output has tensors without dimensions, such as a loss
         rules: how numbers of micro-batches are joined, by the path of the output; without and with
             ``num_items_in_batch``; see `numbers`
         predicts_next: whether the model names its loss as one that compares with the next labels
         keeps_tensors: whether modules have put tensors on themselves, in evaluation or in training
-        draws_elsewhere: whether the model draws from generators of Python or NumPy
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model is on the meta device, which has no values
     """
@@ -46,10 +47,10 @@ class Study:
     splitter: Splitter
     kinds: dict[bool, Kinds]
     labels: tuple[str, int]
+    returns_numbers: bool
     rules: dict[bool, dict[str, Rule]]
     predicts_next: bool
     keeps_tensors: bool
-    draws_elsewhere: bool
     epsilon: float
     on_meta: bool
 
@@ -69,7 +70,6 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
     on_meta = where.type == "meta"
     sample = sample.mapped(lambda tensor: tensor.detach().to(where), caches=False)
     with untouched(module), torch.no_grad():
-        before = python_random_states()
         try:
             traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
@@ -85,7 +85,6 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
                     "values the model looks at, such as attention_mask; later batches may have them"
                 )
             raise
-        draws_elsewhere = python_random_states() != before
         before_kinds = {id(tensor) for _, _, tensor in attributes(module)}
         kinds = _kinds(module, sample, splitter)
         kept = [tensor for _, _, tensor in attributes(module) if id(tensor) not in before_kinds]
@@ -94,10 +93,10 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         splitter,
         kinds,
         labels=traces[0].labels or ("labels", -100),
+        returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
         rules={},
         predicts_next=_names_a_causal_loss(module),
         keeps_tensors=bool(kept) or any([traced.keeps_tensors for traced in traces]),
-        draws_elsewhere=draws_elsewhere,
         epsilon=traces[0].epsilon,
         on_meta=on_meta,
     )

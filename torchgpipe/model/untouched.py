@@ -21,7 +21,7 @@ from torchgpipe.model.comparison import difference_of
 from torchgpipe.model.values import each
 from torchgpipe.replay.random import restored_generators
 
-__all__ = ["Buffers", "attributes", "in_mode", "python_random_states", "untouched"]
+__all__ = ["Buffers", "attributes", "in_mode", "python_random_states", "set_python_random_states", "untouched"]
 
 #: What every module has, apart from what its class puts there; of this, only hooks are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
@@ -51,7 +51,7 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
     ]
     restore += [_restoring_state(vars(parameter)) for parameter in module.parameters() if vars(parameter)]
     owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
-    of_python, of_numpy = python_random_states()
+    of_python = python_random_states()
     with restored_generators({*owned, *devices}, list(module.modules())):
         try:
             for leaf in grads:
@@ -65,9 +65,7 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
                 leaf.grad = grad
             for put_back in restore:
                 put_back()
-            random.setstate(of_python)
-            if of_numpy is not None:
-                sys.modules["numpy"].random.set_state(of_numpy)
+            set_python_random_states(of_python)
 
 
 def python_random_states() -> tuple[Any, Any]:
@@ -77,6 +75,14 @@ def python_random_states() -> tuple[Any, Any]:
         return random.getstate(), None
     kind, keys, *others = numpy.random.get_state()
     return random.getstate(), (kind, tuple(keys), *others)
+
+
+def set_python_random_states(states: tuple[Any, Any]) -> None:
+    """Give the generators of Python and of NumPy states from `python_random_states`."""
+    of_python, of_numpy = states
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 class Buffers:

@@ -35,6 +35,7 @@ from torchgpipe.model.fingerprint import Fingerprint, fingerprint, length, weigh
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import generators_in
 
 __all__ = ["Gradients", "PlainFails", "Proof", "Roots", "Take", "copy_of", "prints"]
 
@@ -181,10 +182,6 @@ class Proof(ABC):
         """The seconds after which a micro-batch that only waits is taken to wait for ever."""
         return 2.0 + 10 * self._seconds
 
-    def modes(self) -> list[bool]:
-        """Return the modes in which to compare gradients, best first: training, or evaluation."""
-        return [True, False]
-
     # -------------------------------------------------------------------------------------------------------- the run
 
     def run(self) -> Comparison:
@@ -197,6 +194,7 @@ class Proof(ABC):
             training, apart = self._run_apart()
             norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
+            self._draws |= bool(generators_in(self._module.modules()))
             couples = self._draws or bool(apart.buffers or norms)
             evaluated = None if training else apart.outputs
             if len(self._sizes) > 1 and self.comparison.is_equal:
@@ -221,15 +219,14 @@ class Proof(ABC):
 
     def _run_apart(self) -> tuple[bool, Run]:
         """Run the plain model on each micro-batch, in training if it can be, or else in evaluation."""
-        modes = self.modes()
-        for training in modes:
+        for training in (True, False):
             try:
                 with in_mode(self._module, training):
                     run = self.apart()
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                if training is modes[-1]:
+                if not training:
                     raise PlainFails(self.not_apart(error)) from error
                 self.skip(f"training, in which the plain model fails on the sample ({_said(error)})")
                 continue
@@ -287,7 +284,7 @@ class Proof(ABC):
                     outputs.append(self.without_graph(output))
                 backward = backward and self._differentiate(roots, stand_ins, scale=scale)
                 del output, roots
-            draws, loss = self.draws(), self.total()
+            draws, loss = self.draws(), self.total() if backward else None
             changed = buffers.changed()
             gradients = self._gradients(stand_ins) if backward else None
         return Run(outputs, loss, changed, gradients, *draws)
@@ -298,9 +295,9 @@ class Proof(ABC):
             parts = [self._with_numbers(i) for i in range(len(self._sizes))]
             draws = any(self.draws())
             together, numbers = self._with_numbers(None)
+        self.compare_outputs_of_rows(together, [output for output, _ in parts], training=training, draws=draws)
         for path, number in numbers.items() if not draws else ():
             self.compare_number(path, number, [part[path] for _, part in parts if path in part])
-        self.compare_outputs_of_rows(together, [output for output, _ in parts], training=training, draws=draws)
 
     def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
         """Return the output of the plain model without its graph, and the numbers in it with their gradients."""
@@ -309,6 +306,7 @@ class Proof(ABC):
             with self.following(i or 0):
                 output = self.plain(i)
                 found = self.numbers(i, output)
+            self._gradients(stand_ins)  # What a forward differentiates itself has no part in them.
             for path, value in found.items():
                 gradients = None
                 if value.requires_grad:
