@@ -23,6 +23,7 @@ from torchgpipe.devices.device import default_device
 from torchgpipe.devices.memory import bytes_of, storages_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
+from torchgpipe.proof.outside import Outside
 from torchgpipe_balancing.held import HeldBytes, Saved
 from torchgpipe_balancing.profiles import LayerProfile, Profile, Sizes, Times
 from torchgpipe_balancing.walk import Input, Output, gradients_of, layers_of, run, shapes_of, tensors_in, walk
@@ -77,8 +78,8 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None,
         raise ValueError(f"timeout must be 0 seconds or more, not {timeout}")
     place = _place(device, module, sample)
 
-    with undisturbed([place]):
-        sizes = walk(module, sample, place, _SizeCounter())
+    with undisturbed([place]) as outside:
+        sizes = walk(module, sample, place, _SizeCounter(outside))
         rounds: list[list[Times]] = []
         end = time.perf_counter() + timeout
         while not rounds or time.perf_counter() < end:
@@ -104,17 +105,21 @@ def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device | None =
         The sizes of each layer, in bytes.
     """
     place = _place(device, module, sample)
-    with undisturbed([place]):
-        return walk(module, sample, place, _SizeCounter())
+    with undisturbed([place]) as outside:
+        return walk(module, sample, place, _SizeCounter(outside))
 
 
 class _SizeCounter:
     """Count what a layer keeps for backward, and what it owns.
 
     Two layers often keep the same storage: the one as its output, the next as its input. It counts for the first.
+
+    Args:
+        outside: sets aside what is at leaves outside of the layers
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
         self._counted: set[int] = set()
 
     def __call__(self, layer: nn.Module, input: Input) -> tuple[Output, Sizes]:
@@ -132,7 +137,9 @@ class _SizeCounter:
             buffers=bytes_of(layer.buffers()),
             output=bytes_of(tensors_in(output)),
         )
-        torch.autograd.backward(*gradients_of(output))
+        tensors, gradients = gradients_of(output)
+        self._outside.note(tensors, [*layer.parameters()])
+        torch.autograd.backward(tensors, gradients)
         return output, sizes
 
 
@@ -180,8 +187,11 @@ def _place(device: Device | None, module: nn.Module, sample: Any) -> torch.devic
 
 
 @contextmanager
-def undisturbed(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Keep the caller's random streams, gradient mode and current device, which becomes the first accelerator."""
+def undisturbed(devices: Sequence[torch.device]) -> Iterator[Outside]:
+    """Keep the caller's random streams, gradient mode and current device, which becomes the first accelerator.
+
+    Provide what keeps the gradients and hooks of leaves outside of a model.
+    """
     accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))  # also turns gradients on
@@ -193,4 +203,4 @@ def undisturbed(devices: Sequence[torch.device]) -> Iterator[None]:
             stack.enter_context(torch.accelerator.device_index(indices[0]))
         else:
             stack.enter_context(torch.random.fork_rng([]))
-        yield
+        yield stack.enter_context(Outside())

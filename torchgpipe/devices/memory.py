@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import storage_key
 
-__all__ = ["bytes_of", "memory_in_use", "ran_out_of_memory", "read_size", "shown_size", "storages_of"]
+__all__ = ["bytes_of", "memory_in_use", "ran_out_of_memory", "read_size", "return_freed", "shown_size", "storages_of"]
 
 #: What PyTorch's allocator of the CPU says, on Linux and on Windows; its errors have no type of their own.
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -37,6 +39,17 @@ def memory_in_use(device: torch.device) -> tuple[int, int, int] | None:
     except RuntimeError:  # Not every kind of accelerator can tell, and this must not replace the error of the caller.
         return None
     return torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device), total
+
+
+def return_freed() -> None:
+    """Return freed memory of the host to the system.
+
+    The C library of Linux keeps blocks of up to 32 MiB for later, in a heap for each thread. Phases with other threads
+    and other sizes would add up.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

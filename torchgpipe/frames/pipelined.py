@@ -224,7 +224,7 @@ def _pipelined(
     kind: Any = type(module)
     module.__class__ = _subclass(kind)
     cast(Any, module)._runs().prepare()  # Methods beside forward have doors from now on.
-    if not settings.study.on_meta and (verify is not False or settings.study.returns_numbers):
+    if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
         try:
             with _telling():
                 _prove(module, arguments, target, verifies=verify is not False)

@@ -344,9 +344,9 @@ class FramesProof(Proof):
             "instead, or give a balance that keeps both in one partition"
         )
 
-    def _compare_outputs(self, plain: list[Any], ours: Mapping[int, Any], where: str, tolerance: float) -> None:
-        for i, output in enumerate(plain):
-            actual = dict(each(ours[i]))
+    def _compare_outputs(self, plain: list[Any], ours: dict[int, Any], where: str, tolerance: float) -> None:
+        for i in range(len(plain)):
+            output, actual = plain.pop(0), dict(each(ours.pop(i)))
             for path, tensor in each(output):
                 fault = f"the output '{path}' of micro-batch {i} is not that of the plain model, {where}"
                 name = f"'{path}' of micro-batch {i}"

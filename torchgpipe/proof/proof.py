@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, difference_of
@@ -223,9 +224,9 @@ class Proof(ABC):
             try:
                 with in_mode(self._module, training):
                     run = self.apart()
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if ran_out_of_memory(error):
+                    raise
                 if not training:
                     raise PlainFails(self.not_apart(error)) from error
                 self.skip(f"training, in which the plain model fails on the sample ({_said(error)})")
@@ -326,9 +327,9 @@ class Proof(ABC):
             with Ambient().without_autocast():  # as the pipeline does
                 grads = [grad * scale for _, grad in roots]
                 torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if ran_out_of_memory(error):
+                raise
             self.skip(f"gradients, because the plain model cannot be differentiated ({_said(error)})")
             return False
         return True
@@ -343,6 +344,7 @@ class Proof(ABC):
     def _untouched(self) -> Iterator[None]:
         with untouched(self._module, self._devices):
             yield
+        return_freed()
 
     # ----------------------------------------------------------------------------------------------- the comparisons
 

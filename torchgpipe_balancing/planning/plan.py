@@ -157,8 +157,9 @@ def plan(
     sizes = sorted({rows_of(batch, count) for count in counts})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     slowness = [device.slowness for device in planned]
-    with undisturbed(places):
+    with undisturbed(places) as outside:
         subject = subject_of(model, sample, target, most, options)
+        outside.note([subject.plain(subject.rows)], subject.parameters())
         if len(subject.layers) < len(places):
             raise ValueError(
                 f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} "

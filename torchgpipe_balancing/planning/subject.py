@@ -77,6 +77,10 @@ class Subject:
         known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
         self.loss = "loss_fn" if "loss_fn" in options else known
 
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of the copy."""
+        return list(self._model.parameters())
+
     def module(self, name: str) -> nn.Module:
         """Return a module of the copy."""
         return self._model.get_submodule(name)
