@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients, same
 from torchgpipe import pipelined
+from torchgpipe.model.comparison import Comparison
+from torchgpipe.model.fingerprint import fingerprint
 
 
 class Net(nn.Module):
@@ -147,25 +151,55 @@ def drops_layers(source: Callable[[], float]) -> Callable[[Chain, Tensor], Any]:
     return forward
 
 
-def only_evaluates(self: Chain, x: Tensor) -> Any:
-    """Change what tanh has saved, so that there is no backward."""
-    x = torch.tanh(x)
-    x.mul_(2)
-    return Chain.forward(self, x.requires_grad_(x.requires_grad))
-
-
 @pytest.mark.parametrize(
-    "forward", [casts, draws_in_evaluation, drops_layers(random.random), drops_layers(np.random.rand), only_evaluates]
+    "forward", [casts, draws_in_evaluation, drops_layers(random.random), drops_layers(np.random.rand)]
 )
 def test_what_is_no_fault(forward: Callable[..., Any]) -> None:
     np.random.seed(0)
     random.seed(0)
-    sample = torch.randn(2, 4, requires_grad=forward is only_evaluates)
-    model = two(chain(forward), sample)
-    if forward is only_evaluates:
-        x = torch.randn(6, 4)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x), forward(model.unpipelined(), x))
+    before = states()
+    two(chain(forward))
+    assert states()[1:] == before[1:]
+
+
+def only_evaluates(self: Chain, x: Tensor) -> Any:
+    """Change what tanh has saved, so that there is no backward."""
+    x = torch.tanh(self.layers[0](x))
+    x.mul_(2)
+    return Chain.forward(self, x)
+
+
+def fails_in_training(self: Chain, x: Tensor) -> Any:
+    if self.training:
+        raise TypeError("targets are missing")
+    return Chain.forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [(only_evaluates, "gradients, because the plain model cannot be diff"), (fails_in_training, "training, in which")],
+)
+def test_what_is_not_compared_is_told_with_the_reason(forward: Callable[..., Any], reason: str) -> None:
+    """A plain backward that failed, for want of memory even, skipped the comparison without a word."""
+    with pytest.warns(UserWarning, match=f"not compared: {reason}"):
+        model = two(chain(forward).eval())
+    x = torch.randn(6, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), forward(model.unpipelined(), x))
+
+
+def test_a_backward_without_memory_is_an_error() -> None:
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise torch.OutOfMemoryError("the device is full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        two(chain(lambda self, x: Full.apply(Chain.forward(self, x))))
 
 
 def test_autocast_around_it_rounds_coarsely() -> None:
@@ -173,10 +207,218 @@ def test_autocast_around_it_rounds_coarsely() -> None:
         two(Chain())
 
 
-@pytest.mark.parametrize("sample", [torch.zeros(2, 4), torch.ones(2, 4), torch.ones(1, 4)], ids=["0", "1", "one row"])
+def couples(self: Any, x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        x = self.words(x).mean(1)
+    return (y := Chain.forward(self, x)) - y.mean(0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        *[torch.zeros(2, 4), torch.ones(2, 4), torch.ones(1, 4), torch.ones(4, 4), torch.zeros(8, 4)],
+        *[torch.full((2, 6), 1), torch.full((4, 6), 3), torch.arange(6).repeat(2, 1), torch.arange(6)[None]],
+    ],
+    ids=str,
+)
 def test_a_sample_whose_rows_are_equal_shows_what_couples_them(sample: Tensor) -> None:
+    """The usual dummies were accepted for what couples rows: a row minus their mean is zero."""
+    model = chain(couples)
+    model.words = nn.Embedding(9, 4)
     with pytest.raises(ValueError, match="the rows are coupled"):
-        two(chain(lambda self, x: (y := Chain.forward(self, x)) - y.mean(0)), sample)
+        two(model, sample)
+
+
+def test_a_sample_that_cannot_be_varied_is_refused() -> None:
+    model = chain(couples)
+    model.words = nn.Embedding(9, 4)
+    with pytest.raises(ValueError, match=r"all rows of the sample are equal in \['x'\], and cannot be varied.* give a s"):
+        two(model, torch.zeros(4, 6, dtype=torch.long))
+
+
+def test_what_has_equal_rows_by_nature_stays_equal() -> None:
+    """A model may look at the positions of the first row only; others were put into repeated rows."""
+
+    def forward(self: Any, x: Tensor, positions: Tensor) -> Tensor:
+        assert torch.equal(positions, positions[:1].expand_as(positions))
+        return Chain.forward(self, x) + positions[0] * 0.1  # type: ignore[no-any-return]
+
+    sample = (torch.randn(2, 4), torch.arange(4).repeat(2, 1))
+    model: Any = pipelined(chain(forward), sample, chunks=3, devices=TWO, balance="parameters")
+    assert model(torch.randn(6, 4), torch.arange(4).repeat(6, 1)).shape == (6, 4)
+
+
+def returns_a_number(number: Callable[..., Tensor], head: bool = False) -> Any:
+    """Return a model whose output is a number, perhaps behind a head that begins at zero."""
+
+    def forward(self: Any, x: Tensor, **more: Any) -> dict[str, Tensor]:
+        x = Chain.forward(self, x)
+        return {"loss": number(x, **more), "temperature": torch.full((), 3.0, dtype=x.dtype)}
+
+    model = chain(forward).double()
+    if head:
+        nn.init.zeros_(model.layers[-1].weight)
+        nn.init.zeros_(model.layers[-1].bias)
+    return model
+
+
+def by_items(x: Tensor, num_items_in_batch: int | None = None) -> Tensor:
+    return x.square().sum() / (len(x) if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize(
+    ("number", "head", "more"),
+    [
+        *[(lambda x: x.sum(), False, {}), (lambda x: x.sum(), True, {}), (lambda x: x.mean(), True, {})],
+        *[(by_items, False, {}), (by_items, False, {"num_items_in_batch": 6})],
+    ],
+    ids=["sum", "sum of zeros", "mean of zeros", "without items", "with items"],
+)
+def test_how_numbers_are_joined_is_found_by_value_and_gradient(
+    number: Callable[..., Tensor], head: bool, more: dict[str, int]
+) -> None:
+    """A head that begins at zero hides a sum; a number that is no loss was summed up like one."""
+    model = returns_a_number(number, head)
+    plain, x = copy.deepcopy(model), torch.randn(6, 4, dtype=torch.float64)
+    output, expected = two(model, x[:2])(x, **more), plain(x, **more)
+    output["loss"].backward()
+    expected["loss"].backward()
+    torch.testing.assert_close(dict(output), dict(expected))
+    same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("name", ["labels", "targets"])
+@pytest.mark.parametrize("shift", ["no", "sliced", "padded"])
+def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, shift: str) -> None:
+    """The sample has no padding, which is what batches have: it is put into the sample."""
+
+    def forward(self: Any, ids: Tensor, **more: Tensor) -> Tensor:
+        logits, labels = Chain.forward(self, self.words(ids)), more[name]
+        if shift == "sliced":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        elif shift == "padded":
+            labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    model = chain(forward).double()
+    model.words = nn.Embedding(4, 4).double()
+    plain, ids = copy.deepcopy(model), torch.randint(4, (6, 5))
+    labels = ids.clone()
+    for row in range(6):
+        labels[row, 5 - row // 2 :] = -100
+    labels[3, 0] = -100
+    model = two(model, {"ids": ids[:2], name: ids[:2].clone()})
+    torch.testing.assert_close(model(ids, **{name: labels}), plain(ids, **{name: labels}))
+
+
+def test_tensors_that_modules_keep_in_training_only_are_watched() -> None:
+    """The model was in evaluation when it was pipelined; gradients of a loss that a layer keeps were lost later."""
+
+    class Keeping(nn.Linear):
+        kept: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(super().forward(x))
+            if self.training:
+                self.kept = x.square().mean()
+            return x
+
+    for k in range(4):
+        model = two(chain(Chain.forward, *[Keeping(4, 4) for _ in range(4)]).eval()).train()
+        model(torch.randn(6, 4))
+        with pytest.raises(RuntimeError, match="was differentiated by itself"):
+            model.layers[k].kept.backward()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_lock_around_a_forward_is_refused(verify: bool) -> None:
+    """A micro-batch waited for a lock that one held which had stopped at a boundary, without an end."""
+
+    class Locked(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.__dict__["lock"] = threading.Lock()
+
+        def forward(self, x: Tensor) -> Any:
+            with self.lock:
+                return super().forward(x)
+
+    if verify:
+        with pytest.raises(RuntimeError, match=r"micro-batch 1 waits for ever in .*test_proof.py:\d+.* take the lock aro"):
+            two(Locked())
+
+
+def test_what_a_first_run_moves_between_a_layer_and_its_parameter_is_put_back() -> None:
+    class Packed(nn.Module):
+        """A layer that takes the scale of its weight from it in its first run, as quantised ones do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randint(-9, 9, (4, 4)).double(), requires_grad=False)
+            self.weight.scale, self.scale = torch.tensor(0.01), None  # type: ignore[assignment]
+            self.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Any = self.weight
+            if weight.scale is not None:
+                self.scale, weight.scale = weight.scale, None
+            return x @ (weight * self.scale) + self.bias
+
+    plain, x = chain(Chain.forward, *[Packed() for _ in range(4)]), torch.randn(6, 4, dtype=torch.float64)
+    model = two(copy.deepcopy(plain), x[:2])
+    assert all([layer.scale is None and layer.weight.scale is not None for layer in model.layers])
+    expected = torch.cat([plain(part) for part in x.chunk(3)])
+    assert torch.equal(model(x), expected)
+    assert torch.equal(model.unpipelined()(x), plain(x))
+
+
+def test_leaves_outside_of_the_model_are_compared_and_stay_as_they_are() -> None:
+    heard: list[Tensor] = []
+    outside = torch.ones(4, requires_grad=True)
+    outside.grad = torch.full((4,), 7.0)
+    outside.register_hook(heard.append)
+    outside.register_post_accumulate_grad_hook(heard.append)
+    model = two(chain(lambda self, x: Chain.forward(self, x) * outside))
+    table = model.verify(torch.randn(6, 4))
+    assert "gradient of leaf 0 outside of the model" in [row.name for row in table.rows]
+    assert not heard
+    assert torch.equal(outside.grad, torch.full((4,), 7.0))
+    model(torch.randn(6, 4)).sum().backward()
+    assert heard
+
+
+@pytest.mark.parametrize(("lost", "sign"), [(0.45, 0.0), (0.2, -1.0), (0.01, 0.0), (0.01, -1.0)])
+def test_a_lost_gradient_is_noticed_in_half_precision(lost: float, sign: float) -> None:
+    """Beside a largest gradient of 1, one of 0.45 could be lost, and one of 0.2 reversed, without a word."""
+    comparison = Comparison(torch.finfo(torch.bfloat16).eps)
+    grads = {"large": torch.ones(8), "small": torch.full((8,), lost)}
+    plain = {name: fingerprint(grad.bfloat16()) for name, grad in grads.items()}
+    ours = {**plain, "small": fingerprint((grads["small"] * sign).bfloat16())}
+    rows = [comparison.compare_gradients(name, plain[name], ours[name], "differs") for name in plain]
+    assert [row.fault for row in rows] == ["", "differs"]
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_may_differ_by_it() -> None:
+    """A skip from the first block to all others adds up gradients in another order, which the bias of a key feels."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.key, self.query = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, first: Tensor) -> Tensor:
+            scores = self.query(x)[:, :, None] * self.key(first)[:, None, :].sum(-1, keepdim=True)
+            return x + (scores.squeeze(-1) * 0 + self.key(first)).softmax(1) + first
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first = x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = layer(x, first)
+        return x
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = chain(forward, nn.Linear(4, 4), *[Attention() for _ in range(5)]).to(dtype)
+        pipelined(model, torch.randn(2, 4, dtype=dtype), chunks=3, devices=["cpu:0", "cpu:1", "cpu:2"], balance=[2, 2, 2])
 
 
 class Reversible(torch.autograd.Function):

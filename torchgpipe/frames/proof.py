@@ -160,7 +160,7 @@ class FramesProof(Proof):
         return each(output)
 
     def without_graph(self, output: Any) -> Any:
-        return mapped(output, copy_of)
+        return mapped(output, copy_of, caches=True)
 
     def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:

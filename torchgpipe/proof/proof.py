@@ -38,7 +38,7 @@ from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_in
 
-__all__ = ["Gradients", "PlainFails", "Proof", "Roots", "Take", "copy_of", "prints"]
+__all__ = ["Gradients", "Number", "PlainFails", "Proof", "Roots", "Run", "Take", "copy_of", "outside_name", "prints"]
 
 #: The gradients of a run by the names of parameters; None for a parameter that has none.
 Gradients = dict[str, Fingerprint | None]
@@ -240,7 +240,7 @@ class Proof(ABC):
     def _evaluated(self, apart: Run, couples: bool) -> list[Any] | None:
         """Compare rows in evaluation, unless the model does there what it does in training; return the outputs."""
         try:
-            with in_mode(self._module, False):
+            with in_mode(self._module, False), torch.no_grad():
                 run = self.apart(backward=False)
         except Exception as error:
             if couples:
