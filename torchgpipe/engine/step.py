@@ -13,18 +13,19 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
-from torchgpipe.engine.aliases import Aliases, weights_of
+from torchgpipe.engine.aliases import Aliases, filling_aliases, weights_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
 from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.execute import Executor
-from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.function import accumulate, refuse_transforms, unshare
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.out_of_memory import facts_of
@@ -226,7 +227,8 @@ class _MicroBatches:
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         call, is_last = self._calls[j], j == self._n - 1
-        cell = _LastCell(call, i, self._m, self._finish) if is_last else Cell(call, i, self._m)
+        last = _LastCell(call, i, self._m, self._finish, self._backward) if is_last else None
+        cell = last or Cell(call, i, self._m)
         try:
             batch, values, sources = self._values.pop((i, j))
             leaves = _brought(call.arriving, i, values)
@@ -248,13 +250,14 @@ class _MicroBatches:
                     self._cells[i, j], exits = step_cell, step_cell.exits
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
-            if is_last:
-                for end in exits:
+            now = Action("F", i, j)
+            if last is not None:
+                grads, last.grads = last.grads, ()
+                for end, grad in zip(exits, self._let_rest(grads, grads, now, Action("B", i, j))):
                     if end is not None:
-                        end.add(torch.ones(1, device=call.device))
+                        end.add(grad)
                 return
             width = len(outputs) - len(call.sending)
-            now = Action("F", i, j)
             for portal, leaf, end in zip(call.sending, outputs[width:], exits[width:]):
                 (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
                 self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
@@ -305,17 +308,62 @@ def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
 
 
 class _LastCell(Cell):
-    """A cell of the last partition, whose output is the loss."""
+    """A cell of the last partition, whose first run goes on to the loss.
 
-    __slots__ = ("_finish",)
+    The loss has a graph of its own, which begins at the output, and is differentiated at once:
 
-    def __init__(self, call: PartitionCall, i: int, m: int, finish: Finish) -> None:
+        first run        layers ──► output ╎ output ──► loss        no part of what is kept or recomputed
+                                           ╎ grads  ◄── 1
+        backward         layers ◄── grads ─┘
+
+    So until backward, the gradients of the output are kept, and not the output and what the loss has saved.
+
+    Attributes:
+        grads: the gradients of the leaves of the output
+    """
+
+    __slots__ = ("_backward", "_finish", "grads")
+
+    def __init__(self, call: PartitionCall, i: int, m: int, finish: Finish, backward: bool) -> None:
         super().__init__(call, i, m)
-        self._finish = finish
+        self._finish: Finish | None = finish
+        self._backward = backward
+        self.grads: Leaves = ()
 
     def compute(self, leaves: Leaves) -> Leaves:
-        """Run the layers, and the loss function behind them."""
-        return (self._finish(self.i, self.call.run_layers(self._input.replace(leaves))),)
+        """Run the layers, and in the first run the loss function behind them."""
+        outputs = super().compute(leaves)
+        finish, self._finish = self._finish, None
+        if finish is not None and self._backward:
+            self.grads = self._differentiated(finish, outputs)
+        elif finish is not None:
+            finish(self.i, self.end(outputs))
+        return outputs
+
+    def _differentiated(self, finish: Finish, outputs: Leaves) -> Leaves:
+        """Return the gradients of the loss with respect to the output."""
+        recomputes = not torch.is_grad_enabled()  # Which leaves need a gradient is known in the second run only.
+        ends = tuple([x if x is None else x.detach() for x in outputs])
+        for x, end in zip(outputs, ends):
+            if end is not None and x is not None:
+                can_need = recomputes and (x.is_floating_point() or x.is_complex())
+                end.requires_grad_(x.requires_grad or can_need)
+        with torch.enable_grad():
+            share = finish(self.i, self.end(ends))
+        if not share.requires_grad:
+            return (None,) * len(ends)
+        with (
+            filling_aliases(),
+            torch.autograd.set_multithreading_enabled(False),
+            self.call.ambient.without_autocast(),
+        ):
+            try:
+                accumulate([get_gradient_edge(share)], [torch.ones_like(share)], keep_graph=False)
+            except BaseException as error:
+                error.add_note("in the backward of the loss")
+                raise
+        unshare([end for end in ends if end is not None])
+        return tuple([None if end is None else end.grad for end in ends])
 
 
 class _StepCell:
