@@ -26,7 +26,10 @@ JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 def own_loss(output: Any) -> Any:
-    """Return the ``loss`` of a model's output; None if the output has none."""
+    """Return the loss in a model's output: its ``loss``, the number that it is, or the first of a tuple; or None."""
+    first = output[0] if type(output) is tuple and output else output
+    if isinstance(first, Tensor):
+        return first if first.dim() == 0 and first.is_floating_point() else None
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 

@@ -1,0 +1,70 @@
+"""What PyTorch's own losses say of themselves: whether they are a sum, and what their mean counts.
+
+Other functions say nothing, so a step proves them; see `loss_proof`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+__all__ = ["KnownLoss", "known_loss"]
+
+#: Their means count labels. All others are means over the rows, each of which has the same number of elements.
+_OF_LABELS = ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
+
+
+class KnownLoss(NamedTuple):
+    """What is known of a loss of PyTorch.
+
+    Attributes:
+        adds_up: whether it is the sum over all rows
+        ignored: the label that its mean leaves out; None if the mean is one over rows
+        class_weights: the weight of each label in the mean
+    """
+
+    adds_up: bool
+    ignored: int | None = None
+    class_weights: Tensor | None = None
+
+
+def known_loss(loss_fn: Callable[..., Any] | None) -> KnownLoss | None:
+    """Return what is known of a loss function: one of PyTorch, or `functools.partial` of one; None for any other.
+
+    Raises:
+        ValueError: it returns a loss for each row.
+    """
+    name, settings = _settings_of(loss_fn)
+    reduction, weight = settings.get("reduction"), settings.get("weight")
+    if reduction == "none":
+        raise ValueError(
+            "loss_fn has reduction='none', but must return one number for a micro-batch; give reduction='mean' or 'sum'"
+        )
+    # What is not None is deprecated, or may have the shape of a mini-batch.
+    is_plain = settings.get("size_average") is None and settings.get("reduce") is None
+    if reduction not in ("mean", "sum", "batchmean") or not is_plain or (weight is not None and name not in _OF_LABELS):
+        return None
+    ignored = settings["ignore_index"] if name in _OF_LABELS else None
+    return KnownLoss(reduction == "sum", ignored, weight)
+
+
+def _settings_of(loss_fn: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the settings of a loss of PyTorch."""
+    if isinstance(loss_fn, nn.Module):
+        forward = type(loss_fn).forward
+        if forward.__module__ != "torch.nn.modules.loss":
+            return "", {}
+        return forward.__qualname__.partition(".")[0], {**vars(loss_fn), **loss_fn._buffers}
+    function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    if getattr(function, "__module__", None) != "torch.nn.functional":
+        return "", {}
+    try:
+        call = inspect.signature(loss_fn).bind(None, None)  # an output and a target
+    except (TypeError, ValueError):
+        return "", {}
+    call.apply_defaults()
+    return getattr(function, "__name__", ""), call.arguments
