@@ -80,7 +80,11 @@ def of_failures() -> None:
     raises = "failed in another replica, which raises the error"
     for fails, own, other in [
         ("layer", "layer", rf"the step {raises}; \.grad is as it was before"),
-        ("target", "but have 5 and 4", rf"the preparation of a step {raises}; \.grad is as it was before"),
+        (
+            "target",
+            r"5 rows in dimension 0, but the target is of shape \(4, 4\)",
+            rf"the preparation of a step {raises}; \.grad is as it was before",
+        ),
         ("hook", "hook", f"the end of the step {raises}"),
         ("values", "Sizes of tensors must match except in dimension 0", f"the step {raises}"),
     ]:
