@@ -35,7 +35,7 @@ class Stepping(NamedTuple):
 
 
 def of_layers(module: nn.Sequential, x: Tensor, **options: Any) -> Stepping:
-    model = GPipe(module, [2, 1], **{"devices": TWO, "chunks": 4, **options})
+    model = GPipe(module, **{"balance": [2, 1], "devices": TWO, "chunks": 4, **options})
     return Stepping(model, lambda x, y=None, **more: model.step(x, target=y, **more))
 
 
@@ -152,7 +152,7 @@ def test_what_is_no_mean_is_refused(front: Any, name: str, schedule: ScheduleNam
         return loss_fn(output, target)
 
     x, module = inputs(), layers()
-    model, step = front(module, x, loss_fn=counted, schedule=schedule)
+    _, step = front(module, x, loss_fn=counted, schedule=schedule)
     before = module[0].weight.grad = torch.ones_like(module[0].weight)
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
@@ -327,6 +327,27 @@ def test_a_loss_with_parameters_of_its_own(devices: list[str], checkpoint: str) 
     torch.testing.assert_close([p.grad for p in (*module.parameters(), *own.parameters())], mine)
 
 
+@fronts
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_loss_that_changes_the_output_in_place(front: Any, checkpoint: str) -> None:
+    """As the temperature of logits is often applied. What a layer has saved of its output must not change."""
+
+    def loss_fn(output: Tensor, _: Any) -> Tensor:
+        output /= 2
+        output[:, 0] *= 3
+        return output.square().mean()
+
+    x, plain = inputs(), layers()
+    loss_fn(plain(x), None).backward()
+    model, step = front(layers(), x, loss_fn=loss_fn, checkpoint=checkpoint, schedule="GPipe")
+    step(x)
+    torch.testing.assert_close(gradients(model), gradients(plain))
+    model, step = front(layers(), x, loss_fn=loss_fn, schedule="GPipe", checkpoint="never")
+    model.register_module("2", nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(x)
+
+
 def test_an_error_of_its_backward_says_so() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -398,7 +419,7 @@ def test_a_target_without_a_row_for_each_row(front: Any) -> None:
     model, step = front(layers(), x, loss_fn=ctc, chunks=1)
     torch.testing.assert_close(step(x, (WORDS, LENGTHS)), expected)
     model.chunks = 4
-    ways = r"the target is of shape \(12,\); wrap in NoChunk what .* or give the pipeline no_chunk=\['target'\]"
+    ways = r"the target is of shape \(12,\); wrap in NoChunk what .* or give GPipe or pipelined no_chunk=\['target'\]"
     with pytest.raises(ValueError, match=ways):
         step(x, (WORDS, LENGTHS))
 
@@ -463,7 +484,7 @@ OWN: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("wrap", "options"), OWN)
 def test_the_loss_that_a_model_returns(wrap: Any, options: dict[str, Any]) -> None:
-    """A number, the first of a tuple, or what loss_fn takes out of the output; it weighs as its labels, not its rows."""
+    """A number, the first of a tuple, or what loss_fn takes out of the output; its labels count, not its rows."""
     tokens = torch.arange(24).view(4, 6) % 5
     labels = tokens.clone()
     labels[0, :5] = labels[1, :4] = -100

@@ -7,7 +7,7 @@ j is a partition. Here j is a view, which may be a part of a partition, or sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.aliases import Aliases, filling_aliases, weights_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
-from torchgpipe.engine.cut import Arrival, Returned
+from torchgpipe.engine.cut import Arrival, CutGraph, Returned
 from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.execute import Executor
-from torchgpipe.engine.function import accumulate, refuse_transforms, unshare
+from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.out_of_memory import facts_of
@@ -343,27 +343,33 @@ class _LastCell(Cell):
     def _differentiated(self, finish: Finish, outputs: Leaves) -> Leaves:
         """Return the gradients of the loss with respect to the output."""
         recomputes = not torch.is_grad_enabled()  # Which leaves need a gradient is known in the second run only.
-        ends = tuple([x if x is None else x.detach() for x in outputs])
-        for x, end in zip(outputs, ends):
-            if end is not None and x is not None:
-                can_need = recomputes and (x.is_floating_point() or x.is_complex())
-                end.requires_grad_(x.requires_grad or can_need)
+        needs = [
+            x is not None and (x.requires_grad or (recomputes and (x.is_floating_point() or x.is_complex())))
+            for x in outputs
+        ]
+        cut = CutGraph(self.call.device, self.call.by_itself)
         with torch.enable_grad():
-            share = finish(self.i, self.end(ends))
+            entered = iter(cut.enter(*[x.detach() for x, need in zip(outputs, needs) if need and x is not None]))
+            share = finish(self.i, self.end(tuple([next(entered) if need else x for x, need in zip(outputs, needs)])))
         if not share.requires_grad:
-            return (None,) * len(ends)
-        with (
-            filling_aliases(),
-            torch.autograd.set_multithreading_enabled(False),
-            self.call.ambient.without_autocast(),
-        ):
-            try:
-                accumulate([get_gradient_edge(share)], [torch.ones_like(share)], keep_graph=False)
-            except BaseException as error:
-                error.add_note("in the backward of the loss")
-                raise
-        unshare([end for end in ends if end is not None])
-        return tuple([None if end is None else end.grad for end in ends])
+            return (None,) * len(outputs)
+        try:
+            with (
+                filling_aliases(),
+                torch.autograd.set_multithreading_enabled(False),
+                self.call.ambient.without_autocast(),
+            ):
+                edge, seed = get_gradient_edge(share), torch.ones_like(share)
+                grads = iter(cut.differentiate([edge], [seed], self.call.sink, lambda _: nullcontext()))
+        except BaseException as error:
+            error.add_note("in the backward of the loss")
+            raise
+        return tuple([_of_its_own(next(grads)) if need else None for need in needs])
+
+
+def _of_its_own(grad: Leaf) -> Leaf:
+    """Return a gradient that waits for backward, in memory that no later micro-batch adds to."""
+    return grad.clone() if grad is not None and shares_memory(grad) else grad
 
 
 class _StepCell:

@@ -163,7 +163,7 @@ class Losses:
             if is_tensor and (not value.dim() or len(value) != rows):
                 raise ValueError(
                     f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}; wrap "
-                    "in NoChunk what every micro-batch gets whole, or give the pipeline no_chunk=['target']"
+                    "in NoChunk what every micro-batch gets whole, or give GPipe or pipelined no_chunk=['target']"
                 )
             parts = split_rows(mapped(value, bring), sizes)
             return [parts[pick[0]] if len(pick) == 1 else _joined([parts[i] for i in pick]) for pick in picks]
@@ -176,6 +176,8 @@ class Losses:
         Raises:
             ValueError: the loss is not a tensor of one number.
         """
+        # A copy, as the loss function may change the output.
+        kept = mapped(output, _copy_of, caches=True) if i in self._pair else None
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
@@ -185,8 +187,7 @@ class Losses:
             )
         factor = self._factor(i, output, loss)
         if i in self._pair:
-            without_graph = mapped(output, Tensor.detach, caches=True)
-            self._apart[i] = Apart(loss.detach().clone(), without_graph, self._weights[i])
+            self._apart[i] = Apart(_copy_of(loss), kept, self._weights[i])
         # The mean over no labels is nan, and so would be its gradient.
         return (loss if factor else nothing([tensor for _, tensor in each(output)])), factor
 
@@ -245,6 +246,10 @@ class Losses:
                 "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
             )
         return [self._values[i] for i in sorted(self._values)]
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -330,7 +335,7 @@ class MeanLoss(Losses):
     def finish(self, i: int, output: Batch) -> Tensor:
         """Return the share of micro-batch ``i`` in the loss, of shape (1,)."""
         loss, factor = self._weighed(i, output.value)
-        share = (loss * factor).reshape(1).to(self._device)
+        share = loss.reshape(1).to(self._device) * factor
         self._shares[i] = share.detach()
         return share
 

@@ -86,10 +86,11 @@ class LossProof:
         together, first, second = numbers([whole, a.loss, b.loss])
         mean = (first * a.weight + second * b.weight) / (a.weight + b.weight)
         floating = [tensor for _, tensor in each((a.loss, a.output)) if tensor.is_floating_point()]
-        rounding = math.sqrt(max([torch.finfo(tensor.dtype).eps for tensor in floating]))
-        near = rounding * max(abs(together), abs(first), abs(second))
-        if not math.isfinite(near):
-            return  # The next step may show more.
+        rounding = [torch.finfo(tensor.dtype).eps for tensor in floating]
+        largest = max(abs(together), abs(first), abs(second))
+        near = math.sqrt(max(rounding)) * largest
+        if not 4 * rounding[0] < largest < math.inf:
+            return  # Zero but for rounding, or not finite: the next step may show more.
         if not why and abs(together - mean) > near:
             if not draws:
                 is_sum = abs(together - first - second) <= near
