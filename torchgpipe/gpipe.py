@@ -418,7 +418,10 @@ class GPipe(nn.Module):
         with mini_batch(len(inputs), self, replicas.group):
             values = self._run_program(views, inputs, program, self._schedule, finish, mean.values)
         loss = mean.sum()
-        replicas.add(loss, "the loss")
+        if replicas.exist:
+            total = loss.double()  # A replica without labels does not know the dtype of the others.
+            replicas.add(total, "the loss")
+            loss = total.to(loss.dtype)
         return (loss, values) if mean.has_values else loss
 
     def _mean_loss(self, input: Any, target: Any, proof: LossProof | None = None) -> MeanLoss:
