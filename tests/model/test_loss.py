@@ -313,7 +313,7 @@ def test_a_loss_with_parameters_of_its_own(devices: list[str], checkpoint: str) 
             raise ArithmeticError
         return own(output).square().mean() + module[2].bias.square().sum()
 
-    _, step = of_layers(module, x, loss_fn=loss_fn, checkpoint=checkpoint, devices=devices)
+    _, step = of_layers(module, x, loss_fn=loss_fn, checkpoint=checkpoint, devices=devices, schedule="GPipe")
     step(x, NUMBERS)
     mine = [parameter.grad.clone() for parameter in (*module.parameters(), *own.parameters())]
     fails.append(None)
@@ -359,10 +359,22 @@ def test_an_error_of_its_backward_says_so() -> None:
             raise ArithmeticError
 
     x = inputs()
-    _, step = of_layers(layers(), x, loss_fn=lambda y, _: Fails.apply(y).mean())
-    with pytest.raises(ArithmeticError) as raised:
-        step(x)
-    assert raised.value.__notes__[0] == "in the backward of the loss"
+    for checkpoint, notes in (
+        (
+            "always",
+            [
+                "in the backward of the loss",
+                "micro-batch 0 of 4, partition 1 (layers '2'..'2') on cpu:1, during forward",
+            ],
+        ),
+        ("never", ["micro-batch 3 of 4, partition 1 (layers '2'..'2') on cpu:1, during backward"]),
+    ):
+        _, step = of_layers(
+            layers(), x, loss_fn=lambda y, _: Fails.apply(y).mean(), checkpoint=checkpoint, schedule="GPipe"
+        )
+        with pytest.raises(ArithmeticError) as raised:
+            step(x)
+        assert raised.value.__notes__ == notes
 
 
 @fronts

@@ -308,18 +308,18 @@ def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
 
 
 class _LastCell(Cell):
-    """A cell of the last partition, whose first run goes on to the loss.
+    """A cell of the last partition, which computes the loss once.
 
-    The loss has a graph of its own, which begins at the output, and is differentiated at once:
+    If the cell keeps its graph, the loss ends that. If it runs again, the loss has a graph of its own, which is
+    differentiated at once, so that nothing of it is kept or recomputed:
 
-        first run        layers ──► output ╎ output ──► loss        no part of what is kept or recomputed
-                                           ╎ grads  ◄── 1
-        backward         layers ◄── grads ─┘
-
-    So until backward, the gradients of the output are kept, and not the output and what the loss has saved.
+        first run     layers ──► output ╎ output ──► loss
+                                        ╎ grads  ◄── 1
+        second run    layers ──► output ╎
+        backward      layers ◄── grads ─┘
 
     Attributes:
-        grads: the gradients of the leaves of the output
+        grads: the gradients of the leaves that `compute` has returned first
     """
 
     __slots__ = ("_backward", "_finish", "grads")
@@ -334,23 +334,23 @@ class _LastCell(Cell):
         """Run the layers, and in the first run the loss function behind them."""
         outputs = super().compute(leaves)
         finish, self._finish = self._finish, None
-        if finish is not None and self._backward:
+        if finish is None:
+            return outputs
+        if self._backward and not torch.is_grad_enabled():
             self.grads = self._differentiated(finish, outputs)
-        elif finish is not None:
-            finish(self.i, self.end(outputs))
-        return outputs
+            return outputs
+        share = finish(self.i, self.end(outputs))
+        self.grads = (torch.ones_like(share),)
+        return (share,)
 
     def _differentiated(self, finish: Finish, outputs: Leaves) -> Leaves:
         """Return the gradients of the loss with respect to the output."""
-        recomputes = not torch.is_grad_enabled()  # Which leaves need a gradient is known in the second run only.
-        needs = [
-            x is not None and (x.requires_grad or (recomputes and (x.is_floating_point() or x.is_complex())))
-            for x in outputs
-        ]
+        # Which leaves need a gradient is known in the second run only.
+        can_need = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
         cut = CutGraph(self.call.device, self.call.by_itself)
         with torch.enable_grad():
-            entered = iter(cut.enter(*[x.detach() for x, need in zip(outputs, needs) if need and x is not None]))
-            share = finish(self.i, self.end(tuple([next(entered) if need else x for x, need in zip(outputs, needs)])))
+            entered = iter(cut.enter(*[x for x, can in zip(outputs, can_need) if can and x is not None]))
+            share = finish(self.i, self.end(tuple([next(entered) if can else x for x, can in zip(outputs, can_need)])))
         if not share.requires_grad:
             return (None,) * len(outputs)
         try:
@@ -364,7 +364,7 @@ class _LastCell(Cell):
         except BaseException as error:
             error.add_note("in the backward of the loss")
             raise
-        return tuple([_of_its_own(next(grads)) if need else None for need in needs])
+        return tuple([_of_its_own(next(grads)) if can else None for can in can_need])
 
 
 def _of_its_own(grad: Leaf) -> Leaf:
