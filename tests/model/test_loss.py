@@ -545,3 +545,37 @@ def test_settings_of_a_pipelined_model_may_be_set() -> None:
     model.chunks += "!"
     step(x, NUMBERS)
     assert model.chunks == model.unpipelined().chunks == "of its own!"
+
+
+# ------------------------------------------------------------------------------------------------ on an accelerator
+
+
+@pytest.mark.late
+@fronts
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("where", ["cpu", "late:0"])
+def test_the_proof_on_an_accelerator(front: Any, schedule: str, where: str) -> None:
+    """The two outputs are used by the caller's thread, which waits for the device in the first step only."""
+    x, weights = inputs(torch.float32), WEIGHTS.float().to("late:1")
+    target = LABELS.to(where)
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    def own(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, weight=weights)
+
+    plain = layers(torch.float32)
+    F.cross_entropy(plain(x), LABELS).backward()
+    options: dict[str, Any] = {"schedule": schedule, "checkpoint": "always", "devices": ["late:0", "late:1"]}
+    model, step = front(layers(torch.float32), x, loss_fn=weighted, **options)
+    step(x, target)
+    torch.testing.assert_close([None if g is None else g.cpu() for g in gradients(model)], gradients(plain))
+    _, step = front(layers(torch.float32), x, loss_fn=own, **options)
+    with pytest.raises(ValueError, match="give weight="):
+        step(x, target)
+    model, step = front(layers(torch.float32), x, loss_fn=nn.CrossEntropyLoss(weight=weights), **options)
+    loss = step(x, target)
+    torch.testing.assert_close(
+        loss.cpu(), F.cross_entropy(layers(torch.float32)(x), LABELS, weight=weights.cpu()).detach()
+    )
