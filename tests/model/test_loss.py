@@ -459,7 +459,7 @@ def test_arguments_of_a_gpipe_that_go_whole() -> None:
     torch.testing.assert_close(model(x, mask=mask), model(x, mask))
     torch.testing.assert_close(model(x, mask), layers()(x * mask))
     with pytest.raises(
-        ValueError, match=r"no_chunk names \['masks'\], but the arguments of the first layer are \['mask'"
+        ValueError, match=r"no_chunk names \['masks'\], but the arguments of the first layer are \['x', 'mask'"
     ):
         GPipe(module, [2, 2], devices=TWO, no_chunk=["masks", "target"])
 

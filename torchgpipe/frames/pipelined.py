@@ -516,10 +516,8 @@ class _Setting:
     def __get__(self, module: Any, kind: type[nn.Module] | None = None) -> Any:
         if module is None:
             return self
-        own = vars(module).keys() | module._parameters.keys() | module._buffers.keys() | module._modules.keys()
-        if self._name not in own:
-            return getattr(_settings_of(module), self._name)
-        return vars(module)[self._name] if self._name in vars(module) else module.__getattr__(self._name)
+        own = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
+        return own[self._name] if self._name in own else getattr(_settings_of(module), self._name)
 
     def __set__(self, module: Any, value: Any) -> None:
         if self._name in vars(module):

@@ -1,6 +1,7 @@
-"""What PyTorch's own losses say of themselves: whether they are a sum, and what their mean counts.
+"""What a loss function says of itself: whether it is a sum, and what its mean counts.
 
-Other functions say nothing, so a step proves them; see `loss_proof`.
+PyTorch's own losses do. Other functions say nothing, so a step takes them for a mean over labels, and proves them; see
+`loss_proof`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ _OF_LABELS = ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
 
 
 class KnownLoss(NamedTuple):
-    """What is known of a loss of PyTorch.
+    """What a loss function says of itself, or is taken for.
 
     Attributes:
+        is_known: whether it says so
         adds_up: whether it is the sum over all rows
         ignored: the label that its mean leaves out; None if the mean is one over rows
         class_weights: the weight of each label in the mean
     """
 
+    is_known: bool
     adds_up: bool
-    ignored: int | None = None
+    ignored: int | None
     class_weights: Tensor | None = None
 
 
-def known_loss(loss_fn: Callable[..., Any] | None) -> KnownLoss | None:
-    """Return what is known of a loss function: one of PyTorch, or `functools.partial` of one; None for any other.
+def known_loss(loss_fn: Callable[..., Any] | None) -> KnownLoss:
+    """Return what a loss function says: one of PyTorch, or `functools.partial` of one.
 
     Raises:
         ValueError: it returns a loss for each row.
@@ -47,9 +50,9 @@ def known_loss(loss_fn: Callable[..., Any] | None) -> KnownLoss | None:
     # What is not None is deprecated, or may have the shape of a mini-batch.
     is_plain = settings.get("size_average") is None and settings.get("reduce") is None
     if reduction not in ("mean", "sum", "batchmean") or not is_plain or (weight is not None and name not in _OF_LABELS):
-        return None
+        return KnownLoss(loss_fn is None, False, None if loss_fn is None else getattr(loss_fn, "ignore_index", -100))
     ignored = settings["ignore_index"] if name in _OF_LABELS else None
-    return KnownLoss(reduction == "sum", ignored, weight)
+    return KnownLoss(True, reduction == "sum", ignored, weight)
 
 
 def _settings_of(loss_fn: Any) -> tuple[str, Mapping[str, Any]]:

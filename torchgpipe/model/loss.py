@@ -109,26 +109,22 @@ class Losses:
         Raises:
             ValueError: the target does not have the rows of the batch.
         """
-        self._target, self._sizes, loss_fn = target, sizes, self._loss_fn
+        self._target, self._sizes = target, sizes
+        self._whole |= len(sizes) == 1 or isinstance(target, NoChunk)
         each_one = [[i] for i in range(len(sizes))]
         self._targets = self._parts(each_one, self._bring)
-        known = known_loss(loss_fn)
-        self._adds_up = self._reduce == "sum" or (known is not None and known.adds_up and not self._is_said)
-        self._weights = [float(size) for size in sizes]
-        if loss_fn is not None and not self._adds_up and (known is None or known.ignored is not None or self._weight):
-            # As the caller has them: nobody waits for a device to count what is on the host.
-            targets = self._parts(each_one, lambda tensor: tensor)
-            if self._weight is not None:
-                weights = [self._called(self._weight, target) for target in self._weighed_by(targets)]
-            else:
-                ignored = getattr(loss_fn, "ignore_index", -100) if known is None else known.ignored
-                of_labels = None if known is None else known.class_weights
-                weights = [
-                    counted(target, ignored, size, class_weights=of_labels) for target, size in zip(targets, sizes)
-                ]
-            self._weights = numbers(weights)
-        if self._proof is not None and known is None and not self._is_said and loss_fn is not None:
-            self._pair = self._proof.pair(loss_fn, self._weights, sizes)
+        is_known, adds_up, ignored, class_weights = known_loss(self._loss_fn)
+        self._adds_up = self._reduce == "sum" or (adds_up and not self._is_said)
+        # As the caller has them: nobody waits for a device to count what is on the host.
+        targets = self._parts(each_one, lambda tensor: tensor) if ignored is not None or self._weight else self._targets
+        if self._weight is not None and self._loss_fn is not None:
+            self._weights = numbers([self._called(self._weight, it) for it in self._weighed_by(targets)])
+        elif self._whole:
+            self._weights = [float(size) for size in sizes]
+        else:
+            self._weights = numbers([counted(it, ignored, size, class_weights) for it, size in zip(targets, sizes)])
+        if self._proof is not None and not is_known and not self._is_said:
+            self._pair = self._proof.pair(self._loss_fn, self._weights, sizes)
         self.total = sum(self._weights)
 
     @property
@@ -151,8 +147,7 @@ class Losses:
 
     def _parts(self, picks: Sequence[Sequence[int]], bring: Callable[[Tensor], Tensor]) -> list[Any]:
         """Return parts of the target, given for each the micro-batches that it belongs to."""
-        sizes, rows = list(self._sizes), sum(self._sizes)
-        whole = self._whole or len(sizes) == 1
+        sizes, rows, whole = list(self._sizes), sum(self._sizes), self._whole
 
         def divide(value: Any, _path: str) -> list[Any] | None:
             is_tensor = isinstance(value, Tensor)
@@ -263,18 +258,24 @@ def nothing(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def counted(
-    labels: Any, ignored: int | None, rows: int, *, shifts: bool = False, class_weights: Tensor | None = None
+    labels: Any, ignored: int | None, rows: int, class_weights: Tensor | None = None, *, shifts: bool = False
 ) -> int | Tensor:
     """Return the number of labels that count, or their weight; the number of rows if there are no labels.
 
     Args:
         labels: the labels of a micro-batch, or anything else
-        ignored: the label that a loss leaves out
+        ignored: the label that a loss leaves out; None if it counts rows
         rows: the rows of the micro-batch
-        shifts: whether the loss leaves out the first label of each row
         class_weights: the weight of each label
+        shifts: whether the loss leaves out the first label of each row
     """
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
+    if (
+        ignored is None
+        or not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.dim() == 0
+    ):
         return rows
     if shifts and labels.dim() > 1:
         labels = labels[..., 1:]

@@ -85,30 +85,20 @@ class WholeArguments:
 
     def __init__(self, names: str | Collection[str], layer: Callable[..., Any] | None) -> None:
         self.names = {names} if isinstance(names, str) else {*names}
-        self._positional: list[str] = []
-        forward = getattr(layer, "forward", None)
-        if not self.names - {"target"} or forward is None:
-            return
-        parameters = inspect.signature(forward).parameters.values()
-        self._positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
-        known = {"target", *[parameter.name for parameter in parameters]}
-        unknown = sorted(self.names - known)
-        if unknown and not any([parameter.kind is parameter.VAR_KEYWORD for parameter in parameters]):
-            raise ValueError(f"no_chunk names {unknown}, but the arguments of the first layer are {sorted(known)}")
+        self._known = [*inspect.signature(getattr(layer, "forward", len)).parameters] if self.names else []
+        unknown = sorted(self.names - {"target", *self._known})
+        if unknown:
+            raise ValueError(f"no_chunk names {unknown}, but the arguments of the first layer are {self._known}")
 
     def wrap(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with the tensors of these in `NoChunk`."""
-        if not self.names:
-            return inputs, keywords
-
-        def wrapped(name: str, value: Any) -> Any:
-            return pytree.tree_map_only(Tensor, NoChunk, value) if name in self.names else value
-
-        named = zip_longest(self._positional[: len(inputs)], inputs, fillvalue="")
-        return (
-            tuple([wrapped(name, value) for name, value in named]),
-            {name: wrapped(name, value) for name, value in keywords.items()},
-        )
+        if self.names:
+            named = [*zip_longest(self._known[: len(inputs)], inputs), *keywords.items()]
+            values = [
+                pytree.tree_map_only(Tensor, NoChunk, value) if name in self.names else value for name, value in named
+            ]
+            inputs, keywords = tuple(values[: len(inputs)]), dict(zip(keywords, values[len(inputs) :]))
+        return inputs, keywords
 
 
 #: Skips between their stash and their pop.
