@@ -102,7 +102,7 @@ class MicroBatchLoss(Losses):
         self._begin(target, batch.sizes)
         #: The weights of the model's own losses, where a step may meet these.
         self._own: list[float] = []
-        if self._loss_fn is None or (target is None and not self._is_said):
+        if self._loss_fn is None or (target is None and self._weight is None):
             adds_up = _adds_up(settings, batch)
             weights = [1.0] * len(batch.sizes) if adds_up else _weights(settings, batch)
             total = 1.0 if adds_up else sum(weights) or 1.0

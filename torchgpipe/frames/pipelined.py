@@ -195,7 +195,7 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        no_chunk=[name for name in whole if name != "target"],
+        no_chunk=[name for name in whole if name != "target" or _has_argument(module.forward, name)],
         checkpoint=checkpoint,
         apart=apart or schedule in APART or bool(offload),
         studied=studied,
@@ -384,7 +384,7 @@ class _Pipelined(nn.Module):
             the loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
         runs = self._runs()
-        if scaler is not None and "scaler" in inspect.signature(self._torchgpipe_forward).parameters:
+        if scaler is not None and _has_argument(self._torchgpipe_forward, "scaler"):
             raise TypeError(
                 "step(scaler=) scales the loss, and forward of the model has an argument of the same name; pass that "
                 "one by position, and scale the loss in loss_fn"
@@ -559,6 +559,10 @@ def _subclass(kind: Any) -> Any:
         **{name: _Setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},
     }
     return type(kind)(kind.__name__, (_Pipelined, kind), names)
+
+
+def _has_argument(forward: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(forward).parameters
 
 
 def _takes(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -181,7 +181,7 @@ class Losses:
                 f"the loss of a micro-batch must be a tensor of one number, such as its mean{pair}, but {got}"
             )
         factor = self._factor(i, output, loss)
-        if i in self._pair:
+        if i in self._pair and loss.is_floating_point():
             self._apart[i] = Apart(_copy_of(loss), kept, self._weights[i])
         # The mean over no labels is nan, and so would be its gradient.
         return (loss if factor else nothing([tensor for _, tensor in each(output)])), factor
