@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, TypeAlias
@@ -161,7 +161,8 @@ class Case:
         if self.executor == "step":
             options["schedule"] = self.placing.schedule or (lambda m, places: self.placing.make(m))
             options["loss_fn"] = lambda output, target: self.loss(output)
-            options["weight"] = self.weight if self.weighted else None
+            # The loss is any function: the mean of what it gives for micro-batches, by the user's word.
+            options |= {"weight": self.weight} if self.weighted else {"reduce": "mean"}
         devices = [WORLDS[self.world](place) for place in self.placing.places]
         options |= {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
         return self.set_mode(GPipe(copy.deepcopy(self.module), self.balance, **options))
@@ -301,10 +302,7 @@ class Case:
             summands = [grad for grad in summands if grad is not None]
             if summands:
                 torch.autograd.backward([receiver], [sum(summands[1:], summands[0])])
-        total = torch.zeros((), dtype=torch.float64)
-        for share in shares:
-            total += share.detach().squeeze()
-        return total
+        return reduce(torch.add, [share.detach().squeeze() for share in shares])
 
 
 def _target(value: Any) -> Tensor:

@@ -91,7 +91,9 @@ def failing(plan: Plan, executor: str, placing: Placing, device: Callable[[int],
         plan.enter((int(output[0, 0].item()), n - 1), "loss")
         return output.square().sum()
 
-    steps: dict[str, Any] = {"schedule": placing.make(m), "loss_fn": loss_fn} if executor == "step" else {}
+    steps: dict[str, Any] = (
+        {"schedule": placing.make(m), "loss_fn": loss_fn, "reduce": "mean"} if executor == "step" else {}
+    )
     devices = [device(place) for place in placing.places]
     # M in a note is the number of micro-batches, which may be less than chunks.
     chunks = m if steps else m + 1
@@ -380,7 +382,13 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
         else:
             step(model, 2)
 
-    options = {"chunks": 2, "checkpoint": "always", "schedule": "GPipe", "loss_fn": lambda y, _: y.sum()}
+    options = {
+        "chunks": 2,
+        "checkpoint": "always",
+        "schedule": "GPipe",
+        "loss_fn": lambda y, _: y.sum(),
+        "reduce": "mean",
+    }
     model = pipe(build(plan, 3), [2, 2, 2], **options)
     run()
     grads = grads_of(model)

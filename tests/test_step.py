@@ -225,7 +225,7 @@ def test_tensors_that_go_whole_to_every_micro_batch(devices: Devices) -> None:
     x, y = data(rows=7)
     table = NoChunk(torch.ones(100, 6, dtype=torch.float64))
     layers = nn.Sequential(Apply(lambda pair: pair[0] + pair[1].sum()), nn.Linear(6, 6).double())
-    model = stepping(layers, devices(2), loss_fn=lambda o, t: (o - t[1]).sum())
+    model = stepping(layers, devices(2), loss_fn=lambda o, t: (o - t[1]).sum(), reduce="sum")
     model.step((x, table), (NoChunk(torch.ones(1)), y))
     assert model[1].weight.grad is not None
 
@@ -279,7 +279,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: stepped(schedule=None), "schedule must be one of"),
     (lambda: stepped(schedule="F1B1"), r"schedule must be one of GPipe, 1F1B, .*, but got 'F1B1'"),
     (lambda: stepped(schedule=program("1F1B", 2, [0])), "this program cannot run"),
-    (lambda: stepping(mlp(), ["cpu"] * 4).step(data()[0], data(5)[1]), "input and target must have the same size"),
+    (
+        lambda: stepping(mlp(), ["cpu"] * 4).step(data()[0], data(5)[1]),
+        "has 8 rows in dimension 0, but the target is of sh",
+    ),
     (lambda: stepping(mlp(), FOUR, schedule="1F1B"), "1F1B wants the partitions of a device next to each other"),
     (lambda: stepping(mlp(), FOUR, schedule=[[Action("F", 0, 0)], []]), "this program cannot run"),
     (lambda: stepped(3, FOUR, schedule=INTERLEAVED), "is for 4 micro-batches, but the mini-batch has 3"),
@@ -307,7 +310,7 @@ def scaled(self: Any, x: Tensor, scale: Tensor | float = 1.0) -> Any:
 @pytest.mark.parametrize("kind", ["GPipe", "pipelined"])
 @pytest.mark.parametrize(
     "options",
-    [{"loss_fn": F.mse_loss}, {"loss_fn": lambda output, _: output.mean(), "weight": len}],
+    [{"loss_fn": F.mse_loss}, {"loss_fn": lambda output, _: output.mean(), "weight": lambda target: target.numel()}],
     ids=["loss_fn", "weight"],
 )
 def test_a_loss_that_misses_its_target_says_so(kind: str, options: dict[str, Any]) -> None:
@@ -574,7 +577,7 @@ def test_a_split_backward_without_a_gradient_of_the_input_is_left_to_its_second_
     ).double()
     plain = copy.deepcopy(module)
     options = {"chunks": 3, "schedule": "V-Half", "checkpoint": "except_last"}
-    stepping(module, ["cpu", "cpu"], loss_fn=lambda output, _: output.square().sum(), **options).step(x)
+    stepping(module, ["cpu", "cpu"], loss_fn=lambda output, _: output.square().sum(), reduce="mean", **options).step(x)
     plain_step(plain, list(x.chunk(3)), lambda _, output: output.square().sum() * (1 / 3))
     assert_equal(gradients(module), gradients(plain))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,8 +21,9 @@ from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
-from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
-from torchgpipe.model.microbatch import Batch, gather, rows_of, scatter, tell_of_few
+from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
+from torchgpipe.model.loss_proof import LossProof
+from torchgpipe.model.microbatch import Batch, WholeArguments, gather, rows_of, scatter, tell_of_few
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
@@ -33,7 +34,6 @@ from torchgpipe.model.settings import (
     fixed,
     verify_checkpoint_or_layers,
     verify_chunks,
-    verify_functions,
 )
 from torchgpipe.model.verify import (
     verify_balance,
@@ -89,11 +89,17 @@ class GPipe(nn.Module):
             ``'ZeroBubble'``, ``'V-Half'`` or ``'LayerMajor'``), a program of your own, or a function that takes the
             number of micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
             (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
-        loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the mean loss, or a
-            pair of the mean loss and other values
+        loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the loss, or a pair of
+            the loss and other values. The loss is a mean over rows or labels, or for losses of PyTorch what they say;
+            the first step proves any other function on two micro-batches together
         weight: for :meth:`step`, takes the target of a micro-batch, on the device where the caller has it, and returns
             the weight of its loss in the mean over all micro-batches; for a mean over tokens, the number of tokens
-            (default: its integers that are not ``loss_fn.ignore_index`` or -100, or its rows)
+            (default: its integers that are not ``loss_fn.ignore_index`` or -100, each with its class weight, or its
+            rows)
+        reduce: for :meth:`step`, ``'mean'`` or ``'sum'``: how the losses of micro-batches are joined (default: as
+            ``loss_fn`` says, if it is one of PyTorch, or else the weighted mean)
+        no_chunk: names of arguments of the first layer that every micro-batch gets whole, as if in :class:`NoChunk`;
+            ``'target'`` is the target of :meth:`step`
         replicas: for :meth:`step`, a group of processes with the same layers and balance, each of which trains on a
             part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
             call :meth:`step` equally often; a forward and its backward stay in their process
@@ -143,6 +149,8 @@ class GPipe(nn.Module):
         schedule: Schedule = USUAL,
         loss_fn: LossFunction | None = None,
         weight: Weight | None = None,
+        reduce: Literal["mean", "sum"] | None = None,
+        no_chunk: str | Collection[str] = (),
         replicas: dist.ProcessGroup | None = None,
         offload: bool | Literal["weights"] = False,
         slots: int = 2,
@@ -167,9 +175,11 @@ class GPipe(nn.Module):
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
         self._lock = StepLock()
-        verify_functions(loss_fn=loss_fn, weight=weight)
+        verify_loss(loss_fn, weight, reduce)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
-        self._loss = loss_fn, weight
+        self._loss = loss_fn, weight, reduce
+        self._loss_proof = LossProof()
+        self._whole = WholeArguments(no_chunk, next(iter(self._layers_of(module).values()), None))
         self.schedule = given_or_usual(schedule, offload=bool(offload))
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
@@ -285,6 +295,7 @@ class GPipe(nn.Module):
                 raise TypeError(f"there is no layer that could take the keyword inputs {[*keywords]}")
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
         self._verify_layers()
+        inputs, keywords = self._whole.wrap(inputs, keywords)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         self._begin((inputs, keywords), 5)
         if self._host_memory is not None:
@@ -365,17 +376,21 @@ class GPipe(nn.Module):
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of
                 the first layer
-            target: the target of the loss function, of the same batch size; None if it needs none
+            target: the target of the loss function: tensors of shape (batch, ...), lists with an item for each row,
+                :class:`NoChunk`, and tuples, lists and dicts of these; of any shapes if there is one micro-batch; None
+                if the loss function needs none
             scaler: scales the loss before backward, so that small gradients in half precision do not vanish; afterwards
                 call ``scaler.step(optimizer)`` and ``scaler.update()``, as usual
 
         Returns:
-            the mean loss, a tensor without dimensions, on ``devices[-1]``. If the loss function returns a pair, so does
-            a step: the mean loss, and the other values of all micro-batches, without a graph and gathered along
-            dimension 0. Tensors without dimensions, such as counts, become a tensor of shape (micro-batches,).
+            the loss of all micro-batches, a tensor without dimensions, on ``devices[-1]``. If the loss function returns
+            a pair, so does a step: the loss, and the other values of all micro-batches, without a graph and gathered
+            along dimension 0. Tensors without dimensions, such as counts, become a tensor of shape (micro-batches,).
 
         Raises:
             TypeError, ValueError: the input or the target does not fit.
+            ValueError: ``loss_fn`` gives another number for two micro-batches together than the mean of what it gives
+                for each; ``.grad`` is as it was before.
             RuntimeError: the step has failed in another replica, or a replica does not answer.
             Exception: any exception of a layer or the loss function, with a note of the micro-batch and partition.
         """
@@ -383,13 +398,13 @@ class GPipe(nn.Module):
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.step, input, target, scaler=scaler)
-        loss_fn, weight = self._loss
-        if loss_fn is None:
+        if self._loss[0] is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
         if not self._partitions:
             raise ValueError("a step needs layers, but there are none in the pipeline")
         replicas = self._replicas
-        mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.devices[-1], takes_values=True)
+        (input,), _ = self._whole.wrap((input,), {})
+        mean = self._mean_loss(input, target, self._loss_proof)
         with replicas.together("the preparation of a step"):
             self._refuse_unwrapped()
             self._verify_layers()
@@ -403,8 +418,29 @@ class GPipe(nn.Module):
         with mini_batch(len(inputs), self, replicas.group):
             values = self._run_program(views, inputs, program, self._schedule, finish, mean.values)
         loss = mean.sum()
-        replicas.add(loss, "the loss")
+        if replicas.exist:
+            total = loss.double()  # A replica without labels does not know the dtype of the others.
+            replicas.add(total, "the loss")
+            loss = total.to(loss.dtype)
         return (loss, values) if mean.has_values else loss
+
+    def _mean_loss(
+        self, input: Any, target: Any, proof: LossProof | None = None, chunks: int | None = None
+    ) -> MeanLoss:
+        loss_fn, weight, reduce = self._loss
+        assert loss_fn is not None
+        return MeanLoss(
+            loss_fn,
+            weight,
+            input,
+            target,
+            chunks or self.chunks,
+            self.devices[-1],
+            reduce=reduce,
+            whole="target" in self._whole.names,
+            takes_values=True,
+            proof=proof,
+        )
 
     def verify(self, *inputs: Any, target: Any = None, **keywords: Any) -> Comparison:
         """Compare the pipeline with its own layers on a mini-batch, without side effects. ::
@@ -431,11 +467,10 @@ class GPipe(nn.Module):
                 " whose proof can"
             )
         first = self.devices[0] if self._partitions else torch.device("cpu")
-        loss_fn, weight = self._loss
+        inputs, keywords = self._whole.wrap(inputs, keywords)
 
         def loss(chunks: int) -> MeanLoss:
-            assert loss_fn is not None
-            return MeanLoss(loss_fn, weight, inputs[0], target, chunks, self.devices[-1], takes_values=True)
+            return self._mean_loss(inputs[0], target, chunks=chunks)
 
         def fresh(value: Any) -> Any:  # Layers may work in place.
             return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
@@ -449,7 +484,7 @@ class GPipe(nn.Module):
             gather=self._gather,
             pipeline=lambda: self.forward(*fresh(inputs), **fresh(keywords)),
             around=mini_batch,
-            loss=loss if target is not None and loss_fn is not None and len(inputs) == 1 else None,
+            loss=loss if target is not None and self._loss[0] is not None and len(inputs) == 1 else None,
             step=lambda: self.step(fresh(inputs[0]), target),
         ).verify()
 

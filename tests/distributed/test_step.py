@@ -102,7 +102,7 @@ def refused() -> None:
     input, target = data(8)
     nothing_sent = "could not prepare the step, and says why; nothing was sent"
     said = {
-        3: "input and target must have the same size in dimension 0, the batch, but have 3 and 8",
+        3: r"the batch has 3 rows in dimension 0, but the target is of shape \(8, ",
         2: f"rank 3 {nothing_sent}",
     }
     with pytest.raises((RuntimeError, ValueError), match=said.get(rank, f"another replica {nothing_sent}")):

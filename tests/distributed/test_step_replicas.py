@@ -80,7 +80,11 @@ def of_failures() -> None:
     raises = "failed in another replica, which raises the error"
     for fails, own, other in [
         ("layer", "layer", rf"the step {raises}; \.grad is as it was before"),
-        ("target", "but have 5 and 4", rf"the preparation of a step {raises}; \.grad is as it was before"),
+        (
+            "target",
+            r"5 rows in dimension 0, but the target is of shape \(4, 4\)",
+            rf"the preparation of a step {raises}; \.grad is as it was before",
+        ),
         ("hook", "hook", f"the end of the step {raises}"),
         ("values", "Sizes of tensors must match except in dimension 0", f"the step {raises}"),
     ]:
@@ -132,6 +136,35 @@ def of_sparse_gradients() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def of_losses() -> None:
+    """Each replica proves the loss function on its own share, and class weights are those of all targets."""
+    here = dist.get_rank()
+    x, y = torch.rand(8, 4, dtype=torch.float64), torch.arange(8) % 4
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    for tensor in (x, *plain.parameters()):
+        dist.broadcast(tensor.data, 0)
+    for loss_fn in (nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3, 5]).double()), nn.CrossEntropyLoss(reduction="sum")):
+        layers = copy.deepcopy(plain)
+        loss = loss_fn(plain(x), y)
+        plain.zero_grad()
+        loss.backward()
+        rows = slice(0, 3) if here == 0 else slice(3, 8)
+        model = GPipe(layers, [2], chunks=2, loss_fn=loss_fn, replicas=dist.group.WORLD)
+        torch.testing.assert_close(model.step(x[rows], y[rows]), loss.detach())
+        for ours, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    model = GPipe(
+        copy.deepcopy(plain),
+        [2],
+        chunks=2,
+        loss_fn=lambda output, _: output.square().sum() if here else output.square().mean(),
+        replicas=dist.group.WORLD,
+    )
+    with pytest.raises((RuntimeError, ValueError), match="it is a sum" if here else "the step failed in another rep"):
+        model.step(x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def of_memory() -> None:
     """Gradients and their sums were there at the same time, all of them."""
     layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
@@ -162,6 +195,7 @@ def both() -> None:
     of_failures()
     of_differences()
     of_sparse_gradients()
+    of_losses()
     of_memory()
 
 

@@ -44,7 +44,7 @@ def test_hooks_of_a_parameter_that_got_no_gradient(pipe: Pipe, checkpoint: str, 
     used: list[int] = []
     switch = Using(lambda linear, x: linear(x) if used[-1] else x * 2, WIDTH)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), switch, nn.Linear(WIDTH, WIDTH)).double()
-    model = pipe(layers, [1, 2], chunks=CHUNKS, checkpoint=checkpoint, loss_fn=lambda y, _: y.sum())
+    model = pipe(layers, [1, 2], chunks=CHUNKS, checkpoint=checkpoint, loss_fn=lambda y, _: y.sum(), reduce="mean")
     weight = switch.linear.weight
     node: Any = torch.autograd.graph.get_gradient_edge(weight).node
     heard: list[str] = []

@@ -34,7 +34,11 @@ def shortage(function: Callable[[], Any]) -> list[str]:
 
 def on(*devices: str, **options: Any) -> tuple[Plan, GPipe]:
     plan = Plan()
-    options = {"chunks": 8, "checkpoint": "never", "loss_fn": lambda y, _: y.sum()} | options | {"devices": devices}
+    options = (
+        {"chunks": 8, "checkpoint": "never", "loss_fn": lambda y, _: y.sum(), "reduce": "mean"}
+        | options
+        | {"devices": devices}
+    )
     return plan, GPipe(build(plan, 2), [2, 2], **options)
 
 
@@ -97,7 +101,7 @@ def test_forward_and_backward_by_autograd(phase: str) -> None:
 
 def test_without_backward(pipe: Pipe) -> None:
     plan = Plan()
-    model = pipe(build(plan, 2), [2, 2], chunks=8, loss_fn=lambda y, _: y.sum())
+    model = pipe(build(plan, 2), [2, 2], chunks=8, loss_fn=lambda y, _: y.sum(), reduce="mean")
     plan.add((4, 1), "forward", torch.OutOfMemoryError)
     for run in (model, model.step):
         with torch.no_grad():
@@ -138,7 +142,7 @@ def test_a_pipelined_model(phase: str) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_note_keeps_nothing_alive(pipe: Pipe, phase: str) -> None:
     plan = Plan()
-    model = pipe(build(plan, 2), [2, 2], chunks=4, loss_fn=lambda y, _: y.sum())
+    model = pipe(build(plan, 2), [2, 2], chunks=4, loss_fn=lambda y, _: y.sum(), reduce="mean")
     error = torch.OutOfMemoryError("device is full")
     plan.add((1, 1), phase, error)
     with suppress(torch.OutOfMemoryError):

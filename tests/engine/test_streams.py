@@ -104,7 +104,13 @@ def test_streams_and_devices_are_current_in_the_layers(
 
     seen: set[tuple[Any, ...]] = set()
     module = nn.Sequential(*[nn.Sequential(Apply(forward), last()) for _ in range(2)])
-    options: dict[str, Any] = {"checkpoint": mode, "chunks": 2, "schedule": "GPipe", "loss_fn": lambda y, _: y.sum()}
+    options: dict[str, Any] = {
+        "checkpoint": mode,
+        "chunks": 2,
+        "schedule": "GPipe",
+        "loss_fn": lambda y, _: y.sum(),
+        "reduce": "mean",
+    }
     model = pipeline(module, [1, 1], devices=devices, **options)
     x = torch.randn(4, 3, requires_grad=True)
     if run == "step":

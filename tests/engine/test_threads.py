@@ -220,7 +220,7 @@ def test_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
 
 def test_steps_of_one_model_come_one_after_the_other(pipe: Pipe) -> None:
     """Each sets `.grad` aside: two at once would lose gradients, or put those of the other step back."""
-    model = pipe(build(), [2, 2, 1], chunks=3, loss_fn=lambda output, _: output.square().sum())
+    model = pipe(build(), [2, 2, 1], chunks=3, loss_fn=lambda output, _: output.square().sum(), reduce="mean")
     x, repeats = batch().detach(), 20
     model.step(x)
     expected = [2 * repeats * parameter.grad for parameter in model.parameters()]

@@ -179,8 +179,8 @@ def test_moving_is_refused_and_casting_is_not(pair: tuple[Any, Decoder], data: d
             assert torch.equal(model(data["ids"])["logits"], torch.cat(parts))
     with pytest.raises(TypeError, match="denied to move a pipelined Decoder"):
         model.to("meta")
-    with pytest.raises(AttributeError, match=r"chunks of a pipelined model cannot be set; call unpipelined\(\)"):
-        model.chunks = 8
+    with pytest.raises(AttributeError, match=r"checkpoint of a pipelined model cannot be set; call unpipelined\(\)"):
+        model.checkpoint = True
     model.note = "of the user's own"
 
 

@@ -30,11 +30,11 @@ from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, 
 from torchgpipe.distributed.stage import StepCall, verify_release
 from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
 from torchgpipe.model import microbatch
-from torchgpipe.model.loss import LossFunction, MeanLoss, Weight
+from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
-from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks, verify_functions
+from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
@@ -119,7 +119,7 @@ class DistributedGPipe(nn.Module):
         self.device = default_device() if device is None else canonical_device(device)
         self.stages = processes.stages
         self.training = module.training
-        verify_functions(loss_fn=loss_fn, weight=weight)
+        verify_loss(loss_fn, weight, None)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
@@ -215,7 +215,7 @@ class DistributedGPipe(nn.Module):
                 raise
             with processes.exchanging("the gradients of the replicas", processes.replica_group):
                 gradients.reduce()
-            loss = mean.sum()
+            loss = mean.sum().double()  # A process without the last stage does not know another dtype.
             processes.receive_from_last(loss, "the loss")
             processes.add_replicas(loss, "the loss of the replicas")
         return loss

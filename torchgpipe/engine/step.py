@@ -7,21 +7,22 @@ j is a partition. Here j is a view, which may be a part of a partition, or sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
-from torchgpipe.engine.aliases import Aliases, weights_of
+from torchgpipe.engine.aliases import Aliases, filling_aliases, weights_of
 from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import Route, copy_forward
-from torchgpipe.engine.cut import Arrival, Returned
+from torchgpipe.engine.cut import Arrival, CutGraph, Returned
 from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.function import refuse_transforms
@@ -226,7 +227,8 @@ class _MicroBatches:
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         call, is_last = self._calls[j], j == self._n - 1
-        cell = _LastCell(call, i, self._m, self._finish) if is_last else Cell(call, i, self._m)
+        last = _LastCell(call, i, self._m, self._finish, self._backward) if is_last else None
+        cell = last or Cell(call, i, self._m)
         try:
             batch, values, sources = self._values.pop((i, j))
             leaves = _brought(call.arriving, i, values)
@@ -248,13 +250,14 @@ class _MicroBatches:
                     self._cells[i, j], exits = step_cell, step_cell.exits
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
-            if is_last:
-                for end in exits:
+            now = Action("F", i, j)
+            if last is not None:
+                grads, last.grads = last.grads, ()
+                for end, grad in zip(exits, self._let_rest(grads, grads, now, Action("B", i, j))):
                     if end is not None:
-                        end.add(torch.ones(1, device=call.device))
+                        end.add(grad)
                 return
             width = len(outputs) - len(call.sending)
-            now = Action("F", i, j)
             for portal, leaf, end in zip(call.sending, outputs[width:], exits[width:]):
                 (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
                 self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
@@ -305,17 +308,68 @@ def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
 
 
 class _LastCell(Cell):
-    """A cell of the last partition, whose output is the loss."""
+    """A cell of the last partition, which computes the loss once.
 
-    __slots__ = ("_finish",)
+    If the cell keeps its graph, the loss ends that. If it runs again, the loss has a graph of its own, which is
+    differentiated at once, so that nothing of it is kept or recomputed:
 
-    def __init__(self, call: PartitionCall, i: int, m: int, finish: Finish) -> None:
+        first run     layers ──► output ╎ output ──► loss
+                                        ╎ grads  ◄── 1
+        second run    layers ──► output ╎
+        backward      layers ◄── grads ─┘
+
+    Attributes:
+        grads: the gradients of the leaves that `compute` has returned first
+    """
+
+    __slots__ = ("_backward", "_finish", "grads")
+
+    def __init__(self, call: PartitionCall, i: int, m: int, finish: Finish, backward: bool) -> None:
         super().__init__(call, i, m)
-        self._finish = finish
+        self._finish: Finish | None = finish
+        self._backward = backward
+        self.grads: Leaves = ()
 
     def compute(self, leaves: Leaves) -> Leaves:
-        """Run the layers, and the loss function behind them."""
-        return (self._finish(self.i, self.call.run_layers(self._input.replace(leaves))),)
+        """Run the layers, and in the first run the loss function behind them."""
+        outputs = super().compute(leaves)
+        finish, self._finish = self._finish, None
+        if finish is None:
+            return outputs
+        if self._backward and not torch.is_grad_enabled():
+            self.grads = self._differentiated(finish, outputs)
+            return outputs
+        share = finish(self.i, self.end(outputs))
+        self.grads = (torch.ones_like(share),)
+        return (share,)
+
+    def _differentiated(self, finish: Finish, outputs: Leaves) -> Leaves:
+        """Return the gradients of the loss with respect to the output."""
+        # Which leaves need a gradient is known in the second run only.
+        can_need = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
+        cut = CutGraph(self.call.device, self.call.by_itself)
+        with torch.enable_grad():
+            entered = iter(cut.enter(*[x for x, can in zip(outputs, can_need) if can and x is not None]))
+            share = finish(self.i, self.end(tuple([next(entered) if can else x for x, can in zip(outputs, can_need)])))
+        if not share.requires_grad:
+            return (None,) * len(outputs)
+        try:
+            with (
+                filling_aliases(),
+                torch.autograd.set_multithreading_enabled(False),
+                self.call.ambient.without_autocast(),
+            ):
+                edge, seed = get_gradient_edge(share), torch.ones_like(share)
+                grads = iter(cut.differentiate([edge], [seed], self.call.sink, lambda _: nullcontext()))
+        except BaseException as error:
+            error.add_note("in the backward of the loss")
+            raise
+        return tuple([_of_its_own(next(grads)) if can else None for can in can_need])
+
+
+def _of_its_own(grad: Leaf) -> Leaf:
+    """Return a gradient that waits for backward, in memory that no later micro-batch adds to."""
+    return grad.clone() if grad is not None and shares_memory(grad) else grad
 
 
 class _StepCell:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.model.microbatch import chunk_sizes
+from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
 from torchgpipe.model.values import is_cache, mapped, spread, walk
 
 __all__ = [
@@ -31,9 +31,7 @@ __all__ = [
     "SplitBatch",
     "Splitter",
     "arguments_of",
-    "has_an_item_for_each",
     "resized",
-    "split_rows",
     "varied",
 ]
 
@@ -340,27 +338,6 @@ def _length(value: Any) -> int:
     if not isinstance(value, Tensor):
         return len(value)
     return len(value) if value.layout is torch.strided and not value.is_nested and value.dim() else 0
-
-
-def has_an_item_for_each(value: Any, rows: int) -> bool:
-    """Return whether this is a list with an item for each of so many rows, as far as its length and items tell."""
-    if type(value) is not list or len(value) != rows:
-        return False
-    items = [item for item in value if item is not None]
-    return not items or not all([isinstance(item, Tensor) and _length(item) == rows for item in items])
-
-
-def split_rows(value: Any, sizes: list[int]) -> list[Any]:
-    """Return the rows of a tensor, or the items of a list, for each micro-batch."""
-    if isinstance(value, Tensor):
-        parts = torch.split(value, sizes)
-        if value.requires_grad and torch.is_grad_enabled():
-            return list(parts)
-        # Each with a version of its own: a model may change its input in place, and so no other micro-batch's. Under
-        # no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
-        return [part.data.requires_grad_(value.requires_grad) for part in parts]
-    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
-    return [value[end - size : end] for end, size in zip(ends, sizes)]
 
 
 def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:

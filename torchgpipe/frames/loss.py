@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.inputs import SplitBatch, has_an_item_for_each, split_rows
+from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.numbers import rule_of, shares
-from torchgpipe.frames.outputs import join, own_loss
+from torchgpipe.frames.outputs import OWN_LOSSES, Rule, join, own_loss, path_of_own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import Losses, loss_weights, nothing
-from torchgpipe.model.values import each, mapped, spread
+from torchgpipe.model.loss import Losses
+from torchgpipe.model.loss_proof import LossProof
+from torchgpipe.model.values import mapped
 
 __all__ = ["MicroBatchLoss"]
 
@@ -27,9 +28,7 @@ class MicroBatchLoss(Losses):
         target: the target of the mini-batch, for the loss function
         bring: brings a tensor of the target to where the loss is computed
         training: whether the model is in training
-
-    Attributes:
-        shares: the factor of each micro-batch in the loss of the mini-batch
+        proof: what has been proved of the loss function; None to prove nothing
     """
 
     def __init__(
@@ -40,21 +39,26 @@ class MicroBatchLoss(Losses):
         bring: Callable[[Tensor], Tensor],
         *,
         training: bool,
+        proof: LossProof | None = None,
     ) -> None:
-        super().__init__(settings.loss_fn, lambda values: mapped(values, Tensor.detach))
-        self._coupled = [path for path, kind in settings.study.kinds[training].items() if kind == "coupled"]
-        sizes = self._sizes = batch.sizes
-        targets = _split(target, sizes)
-        brought = mapped(target, bring)
-        self._targets = targets if brought is target else _split(brought, sizes)
-        if self._loss_fn is None:
-            self.shares = shares(settings, batch, rule_of(settings, batch, "loss"))
-        elif settings.reduce == "sum":
-            self.shares = [1.0] * len(sizes)
-        else:
-            weights = loss_weights(settings.loss_fn, settings.weight, targets, sizes)
-            total = sum(weights) or 1.0
-            self.shares = [weight / total for weight in weights]
+        super().__init__(
+            settings.loss_fn,
+            settings.weight,
+            settings.reduce,
+            whole=settings.whole_target,
+            bring=bring,
+            kept=lambda values: mapped(values, Tensor.detach),
+            proof=proof,
+        )
+        self._kinds, self._batch = settings.study.kinds[training], batch
+        self._begin(target, batch.sizes)
+        #: By the path of the model's own loss, where a step may meet that, the factor of each micro-batch.
+        self._own: dict[str, list[float]] = {}
+        self._rules: dict[str, Rule] = {}
+        if self._loss_fn is None or (target is None and self._weight is None):
+            self._rules = {path: rule_of(settings, batch, path) for path in OWN_LOSSES}
+            known = {rule: shares(settings, batch, rule) for rule in {*self._rules.values()}}
+            self._own = {path: known[rule] for path, rule in self._rules.items()}
 
     def of(self, i: int, output: Any) -> tuple[Tensor, float]:
         """Return the loss of micro-batch ``i``, and its weight in the loss of the mini-batch.
@@ -62,24 +66,20 @@ class MicroBatchLoss(Losses):
         Raises:
             ValueError: there is no loss, or it is not a tensor of one number.
         """
-        loss = self._loss_of(i, output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"the loss of a micro-batch must be a tensor of one number, such as its mean, but is {got}"
-            )
-        if not self.shares[i]:  # The mean over no labels is nan, and so would be its gradient.
-            loss = nothing([tensor for _, tensor in each(output)])
-        # Of its own memory: some losses, as mse_loss, are computed in that of the output.
-        self._losses[i] = loss.detach().reshape(()).clone()
-        return loss, self.shares[i]
+        loss, factor = self._weighed(i, output)
+        self._shares[i] = loss.detach() * factor
+        return loss, factor
+
+    def _weighed_by(self, targets: list[Any]) -> list[Any]:
+        return self._batch.named if self._target is None else targets
 
     def _loss_of(self, i: int, output: Any) -> Any:
         if self._loss_fn is not None:
-            return self._computed(i, output, self._targets[i])
-        if self._coupled and len(self._sizes) > 1:
+            return super()._loss_of(i, output)
+        coupled = [path for path, kind in self._kinds.items() if kind == "coupled"]
+        if coupled and len(self._sizes) > 1:
             raise ValueError(
-                f"the output {self._coupled} couples the rows of a batch, so the loss of the mini-batch is not the "
+                f"the output {coupled} couples the rows of a batch, so the loss of the mini-batch is not the "
                 "mean of those of its micro-batches; give pipelined(..., loss_fn=...) what micro-batches should learn"
             )
         loss = own_loss(output)
@@ -90,25 +90,31 @@ class MicroBatchLoss(Losses):
             )
         return loss
 
+    def _factor(self, i: int, output: Any, loss: Tensor) -> float:
+        if self._own and loss is own_loss(output):
+            self._pair = ()  # The sample has shown what it is.
+            return self._own[path_of_own_loss(output)][i]
+        return super()._factor(i, output, loss)
+
     def result(self) -> Any:
-        """Return the loss, and what else the loss function has returned, joined."""
-        total = torch.stack([self._losses[i] * self.shares[i] for i in sorted(self._losses)]).sum()
+        """Return the loss, and what else the loss function has returned, joined.
+
+        Raises:
+            ValueError: the proof of the loss function fails.
+        """
+        sizes = self._sizes
+
+        def together(outputs: list[Any], numbers: list[int]) -> Any:
+            def scalar(path: str, values: Sequence[Tensor]) -> Tensor:
+                factors = self._own.get(path, self._weights)
+                own = [factors[i] for i in numbers]
+                total = torch.stack([value * factor for value, factor in zip(values, own)]).sum()
+                return total if self._rules.get(path) == "sum" else total / sum(own)
+
+            return join(outputs, [sizes[i] for i in numbers], self._kinds, scalar)
+
+        self.prove(together)
         if not self._values:
-            return total
-        values = self._values_of(len(self._sizes))
-        return total, join(values, self._sizes, {}, lambda _, numbers: torch.stack(list(numbers)))
-
-
-def _split(target: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return the target of each micro-batch: every tensor in it has the rows of the batch, and so may a list have."""
-    rows = sum(sizes)
-
-    def divide(value: Any, _path: str) -> list[Any] | None:
-        if isinstance(value, Tensor) and (not value.dim() or len(value) != rows):
-            raise ValueError(
-                f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}"
-            )
-        has_rows = isinstance(value, Tensor) or has_an_item_for_each(value, rows)
-        return split_rows(value, list(sizes)) if has_rows else None
-
-    return spread(target, divide, len(sizes))
+            return self.sum()
+        values = self._values_of(len(sizes))
+        return self.sum(), join(values, sizes, {}, lambda _, numbers: torch.stack(list(numbers)))

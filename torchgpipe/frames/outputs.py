@@ -15,11 +15,25 @@ from torch import Tensor
 
 from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
 
-__all__ = ["JoinScalar", "Kinds", "Rule", "are_equal", "join", "kinds_of", "own_loss", "verify_known"]
+__all__ = [
+    "OWN_LOSSES",
+    "JoinScalar",
+    "Kinds",
+    "Rule",
+    "are_equal",
+    "join",
+    "kinds_of",
+    "own_loss",
+    "path_of_own_loss",
+    "verify_known",
+]
 
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them, and
 #: 'counts' if it is a number of Python that depends on how many there are.
 Kinds: TypeAlias = dict[str, int | Literal["coupled", "counts"] | None]
+
+#: Where a model's own loss may be in its output.
+OWN_LOSSES = ("loss", "value", "[0]")
 
 #: How a number of the mini-batch is made of those of micro-batches; see `numbers`.
 Rule: TypeAlias = Literal["labels", "shifted", "rows", "sum", "given"]
@@ -29,8 +43,16 @@ JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
 
 
 def own_loss(output: Any) -> Any:
-    """Return the ``loss`` of a model's output; None if the output has none."""
+    """Return the loss in a model's output: its ``loss``, the number that it is, or the first of a tuple; or None."""
+    first = output[0] if type(output) is tuple and output else output
+    if isinstance(first, Tensor):
+        return first if first.dim() == 0 and first.is_floating_point() else None
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def path_of_own_loss(output: Any) -> str:
+    """Return the path of what `own_loss` returns."""
+    return "value" if isinstance(output, Tensor) else "[0]" if type(output) is tuple else "loss"
 
 
 def kinds_of(output: Any, rows: int, twin_output: Any, twin_rows: int) -> Kinds:

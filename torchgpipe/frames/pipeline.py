@@ -34,6 +34,7 @@ from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
+from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import each, is_cache, mapped
@@ -105,6 +106,7 @@ class Pipeline:
         self._told: set[str] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
+        self._loss_proof = LossProof()
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
@@ -135,14 +137,21 @@ class Pipeline:
         outputs = exported.in_graph_of_caller(mini_batch)
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
 
-    def step(self, args: tuple[Any, ...], target: Any, kwargs: Any) -> Any:
+    def step(self, args: tuple[Any, ...], target: Any, kwargs: Any, scaler: torch.amp.GradScaler | None = None) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         self._begin(batch, 4)  # the caller of step
         backward = torch.is_grad_enabled()
-        loss = MicroBatchLoss(settings, batch, target, self.to(settings.devices[-1]), training=self.module.training)
+        loss = MicroBatchLoss(
+            settings,
+            batch,
+            target,
+            self.to(settings.devices[-1]),
+            training=self.module.training,
+            proof=self._loss_proof,
+        )
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
             value, weight = loss.of(i, output)
@@ -152,7 +161,8 @@ class Pipeline:
                         "the loss does not require grad, so there is nothing to train; does the output depend on a "
                         "parameter that requires grad?"
                     )
-                export(value).add(torch.full_like(value, weight))
+                share = torch.full_like(value, weight)
+                export(value).add(share if scaler is None else scaler.scale(share))
 
         actions = program_of(settings.schedule, len(batch.sizes), places_of(settings.devices))
 

@@ -31,9 +31,9 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.comparison import Comparison
-from torchgpipe.model.loss import NO_TARGET
+from torchgpipe.model.loss import NO_TARGET, verify_loss
 from torchgpipe.model.placement import move_buffers
-from torchgpipe.model.settings import verify_chunks, verify_functions
+from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
@@ -104,13 +104,15 @@ def pipelined(
             each partition; or a dict from names of modules to their partitions, which a part that is not named joins
             with the part before it
         schedule: for ``step``; see :class:`GPipe` (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
-        loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the mean loss, or a pair of
-            the mean loss and other values (default: the output's own ``loss``)
-        weight: for ``step``, returns the weight of a micro-batch in the mean, given its target, or without ``loss_fn``
-            a dict of its arguments (default: its labels that are not -100, or its rows)
+        loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the loss, or a pair of the
+            loss and other values; see :class:`GPipe` (default: the output's own ``loss``, or the number that the output
+            is or begins with)
+        weight: for ``step``, takes the target of a micro-batch, or a dict of its arguments where a step is given no
+            target, and returns the weight of its loss in the mean (default: its labels that are not -100, or its rows)
         reduce: ``'mean'`` or ``'sum'``: how numbers that micro-batches return, such as losses, are joined (default:
-            the sum where ``num_items_in_batch`` is given, or else the weighted mean)
-        no_chunk: names of arguments that every micro-batch gets whole
+            the sum where ``num_items_in_batch`` is given or ``loss_fn`` is a sum of PyTorch's, or else the weighted
+            mean)
+        no_chunk: names of arguments that every micro-batch gets whole; ``'target'`` is the target of ``step``
         checkpoint: names of modules that keep only their inputs, and run again at backward; True or ``'always'`` for
             all of the spine, False or ``'never'`` for none (default: none, or under ``offload`` all)
         verify: whether to run the sample through the pipeline and the plain model, and compare outputs, changed buffers
@@ -191,11 +193,10 @@ def _pipelined(
         verify_home(module.named_parameters())
         # All micro-batches pass a partition before the next one, so all their activations would be kept.
         checkpoint = True if isinstance(checkpoint, tuple) and not checkpoint else checkpoint
-    if reduce not in (None, "mean", "sum"):
-        raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
+    verify_loss(loss_fn, weight, reduce)
+    whole = [no_chunk] if isinstance(no_chunk, str) else [*no_chunk]
     places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
     verify_name(schedule)
-    verify_functions(loss_fn=loss_fn, weight=weight)
     arguments = arguments_of(sample)
     settings = arrange(
         module,
@@ -203,7 +204,7 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        no_chunk=no_chunk,
+        no_chunk=[name for name in whole if name != "target" or _has_argument(module.forward, name)],
         checkpoint=checkpoint,
         apart=apart or schedule in APART or bool(offload),
         studied=studied,
@@ -212,12 +213,13 @@ def _pipelined(
         loss_fn=loss_fn,
         weight=weight,
         reduce=reduce,
+        whole_target="target" in whole,
         may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
     )
     if offload:
         verify_fits(_sizes(module, settings), slots)
-    program_of(schedule, count if callable(schedule) else None, places_of(settings.devices))
+    _fitting(settings, schedule)
     move(module, settings)
     vars(module)[_SETTINGS] = settings
     _tell_trainers(module, settings)
@@ -402,20 +404,26 @@ class _Pipelined(nn.Module):
         """The devices, for a `GPipe` that has this module as a layer."""
         return _settings_of(self).devices
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
 
         Args:
             *args: as for the model
-            target: the target of the loss function, if there is one, of the same rows, on any device
+            target: the target of the loss function, if there is one, on any device; see :meth:`GPipe.step`
+            scaler: scales the loss before backward; see :meth:`GPipe.step`
             **kwargs: as for the model
 
         Returns:
-            the mean loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
+            the loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
         runs = self._runs()
+        if scaler is not None and _has_argument(self._torchgpipe_forward, "scaler"):
+            raise TypeError(
+                "step(scaler=) scales the loss, and forward of the model has an argument of the same name; pass that "
+                "one by position, and scale the loss in loss_fn"
+            )
         try:
-            return runs.step(args, target, kwargs)
+            return runs.step(args, target, kwargs, scaler)
         except TypeError as error:
             if (
                 target is None
@@ -485,10 +493,10 @@ class _Pipelined(nn.Module):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("chunks", "schedule", "checkpoint") and not hasattr(self, name):  # It would have no effect.
+        if name == "checkpoint" and not hasattr(self, name):  # It would have no effect.
             raise AttributeError(
-                f"{name} of a pipelined model cannot be set; call unpipelined().to('cpu'), and then "
-                f"pipelined(..., {name}=...)"
+                "checkpoint of a pipelined model cannot be set; call unpipelined().to('cpu'), and then "
+                "pipelined(..., checkpoint=...)"
             )
         super().__setattr__(name, value)
 
@@ -532,6 +540,35 @@ class _Pipelined(nn.Module):
         return ", ".join(filter(None, said))
 
 
+class _Setting:
+    """An attribute of a pipelined module that is a setting, if the module has no attribute of this name itself."""
+
+    def __init__(self, name: str, verified: Callable[[Settings, Any], Any]) -> None:
+        self._name, self._verified = name, verified
+
+    def __get__(self, module: Any, kind: type[nn.Module] | None = None) -> Any:
+        if module is None:
+            return self
+        own = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
+        return own[self._name] if self._name in own else getattr(_settings_of(module), self._name)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        if self._name in vars(module):
+            vars(module)[self._name] = value
+        else:
+            settings = _settings_of(module)
+            setattr(settings, self._name, self._verified(settings, value))
+
+
+def _fitting(settings: Settings, schedule: Schedule) -> Schedule:
+    verify_name(schedule)
+    program_of(schedule, settings.chunks if callable(schedule) else None, places_of(settings.devices))
+    return schedule
+
+
+_SETTABLE = {"chunks": lambda _, chunks: verify_chunks(chunks), "schedule": _fitting}
+
+
 def _settings_of(module: nn.Module) -> Settings:
     settings: Settings = vars(module)[_SETTINGS]
     return settings
@@ -552,8 +589,13 @@ def _subclass(kind: Any) -> Any:
         "__doc__": f"Pipelined by torchgpipe: has step(), layout and unpipelined().\n\n{kind.__doc__ or ''}",
         # Trainers read which arguments forward takes. No __wrapped__, which they would call past the pipeline.
         "forward": _forward_like(kind),
+        **{name: _Setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},
     }
     return type(kind)(kind.__name__, (_Pipelined, kind), names)
+
+
+def _has_argument(forward: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(forward).parameters
 
 
 def _takes(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -107,6 +107,8 @@ class FramesProof(Proof):
         self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
         self._random: NumbersOfProof | None = None
         self._loss: MicroBatchLoss | None = None
+        #: The factor of each micro-batch in the loss of a step.
+        self._factors: dict[int, float] = {}
         self.differing: list[str] = []
 
     def run(self) -> Comparison:
@@ -186,7 +188,10 @@ class FramesProof(Proof):
             return {path: tensor for path, tensor in each(output) if tensor.dim() == 0 and tensor.is_floating_point()}
         loss = self._loss_of(self._batch.whole) if i is None else self._loss
         assert loss is not None
-        return {"loss": loss.of(i or 0, output)[0]}
+        number, factor = loss.of(i or 0, output)
+        if i is not None:
+            self._factors[i] = factor
+        return {"loss": number}
 
     def not_apart(self, error: Exception) -> Exception:
         sizes = self._sizes
@@ -220,7 +225,7 @@ class FramesProof(Proof):
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
         rules = self._settings.study.rules.setdefault(gives_items(self._batch), {})
         if self._loss is not None:
-            tried = [self._loss.shares]
+            tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
             tried = [shares(self._settings, self._batch, rule) for rule in rules_to_try(self._settings)]
         fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
@@ -260,7 +265,7 @@ class FramesProof(Proof):
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
         arguments, given = self._batch.arguments, gives_items(self._batch)
         study, forward = self._settings.study, self._model._torchgpipe_forward
-        if given or not study.rules.get(False) or not _takes_items(forward, self._batch.named[0], study.labels[0]):
+        if given or not study.rules.get(False) or not _takes_items(forward):
             return
         with torch.no_grad(), in_mode(self._module, False):
             kwargs = {**arguments.kwargs, "num_items_in_batch": 7}
@@ -449,11 +454,11 @@ class _ColumnGradients:
         return self._taken
 
 
-def _takes_items(forward: Callable[..., Any], sample: Mapping[str, Any], labels: str) -> bool:
+def _takes_items(forward: Callable[..., Any]) -> bool:
     """Return whether a model may divide its loss by ``num_items_in_batch``."""
     parameters = inspect.signature(forward).parameters
     takes_any = any([parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()])
-    return "num_items_in_batch" in parameters or (takes_any and labels in sample)
+    return takes_any or "num_items_in_batch" in parameters
 
 
 def _is_ours(error: BaseException) -> bool:

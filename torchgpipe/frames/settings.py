@@ -39,6 +39,7 @@ class Settings:
         reduce: how numbers are joined: 'mean', 'sum', or None for what the arguments tell
         study: what runs of the sample have shown
         layout: the layout, for people
+        whole_target: whether every micro-batch gets the whole target
         may_differ: the names of outputs that may differ between rows together and rows apart
         offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
             there, too
@@ -58,6 +59,7 @@ class Settings:
     reduce: str | None
     study: Study
     layout: Layout
+    whole_target: bool = False
     may_differ: Collection[str] = ()
     offload: tuple[int, int | None, bool] | None = None
 

@@ -102,4 +102,6 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
     counts = torch.zeros_like(labels, dtype=torch.bool)
     counts[0, 1], counts[:half, 0] = True, True
     counts[half, 1], counts[half + 1 :, 2] = True, True
+    if bool((labels[counts] == ignored).any()):  # The sample has padding of its own.
+        return tensor
     return torch.where(counts, labels, ignored).reshape(tensor.shape)

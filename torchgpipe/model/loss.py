@@ -1,14 +1,33 @@
-"""The loss of a mini-batch: the weighted mean of the losses of its micro-batches."""
+"""The loss of a step, from those of its micro-batches: their weighted mean, or their sum.
+
+The mean of a mini-batch is the mean of the micro-batches' means, weighted with what these count: labels, or rows. What
+PyTorch's own losses count is known (`known_loss`); any other function has to prove itself (`loss_proof`), unless
+``weight=`` or ``reduce=`` say what it is.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchgpipe.model.microbatch import Batch, chunk_sizes, gather, rows_of, scatter
+from torchgpipe.devices.device import bring
+from torchgpipe.model.known_loss import known_loss
+from torchgpipe.model.loss_proof import Apart, LossProof, numbers
+from torchgpipe.model.microbatch import (
+    Batch,
+    NoChunk,
+    chunk_sizes,
+    gather,
+    has_an_item_for_each,
+    rows_of,
+    split_rows,
+)
+from torchgpipe.model.settings import verify_functions
+from torchgpipe.model.values import each, mapped, spread
 
 __all__ = [
     "NO_TARGET",
@@ -16,62 +35,195 @@ __all__ = [
     "Losses",
     "MeanLoss",
     "Weight",
-    "called_with_target",
     "counted",
-    "loss_weights",
     "nothing",
-    "numbers",
+    "verify_loss",
 ]
 
-#: Takes the output and the target of a micro-batch, and returns its mean loss, or a pair: the loss and other values.
+#: Takes the output and the target of a micro-batch, and returns its loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
-#: Takes the target of a micro-batch, and returns the weight of its mean loss.
+#: Takes the target of a micro-batch, and returns the weight of its loss in the mean.
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
 
 NO_TARGET = "no target was given: step(..., target=y)"
 
 
-def called_with_target(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a loss function or a weight, whose last argument is the target; an error that its lack causes says so."""
-    try:
-        return function(*arguments)
-    except (AttributeError, TypeError) as error:  # What None causes.
-        if arguments[-1] is None:  # `step(x, y)` of a pipelined model gives y to the model.
-            error.add_note(NO_TARGET)
-        raise
+def verify_loss(loss_fn: Any, weight: Any, reduce: Any) -> None:
+    """Check what a pipeline is told of the loss of a step.
 
-
-def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
-    """Return numbers as floats. For tensors on an accelerator, the host waits once."""
-    tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
-    if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
-        return [float(number) for number in torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()]
-    return [float(value) for value in values]
+    Raises:
+        TypeError: a function is something else.
+        ValueError: ``reduce`` has another value, it leaves ``weight`` without use, or there is a loss for each row.
+    """
+    verify_functions(loss_fn=loss_fn, weight=weight)
+    if reduce not in (None, "mean", "sum"):
+        raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
+    if reduce == "sum" and weight is not None:
+        raise ValueError(
+            "reduce='sum' adds up the losses of micro-batches, so weight= has no use; leave one of them out"
+        )
+    known_loss(loss_fn)
 
 
 class Losses:
-    """The losses of micro-batches, and what else the loss function has returned.
+    """The losses of the micro-batches of a step, what they weigh, and what else the loss function has returned.
 
     Args:
-        loss_fn: returns the mean loss of a micro-batch; None if its output has one
+        loss_fn: returns the loss of a micro-batch; None if its output has one
+        weight: returns the weight of a loss in the mean, given the target; None for the labels that count, or the rows
+        reduce: ``'mean'`` or ``'sum'``: how losses are joined; None for what the loss function says, or else the mean
+        whole: whether every micro-batch gets the whole target
+        bring: brings a tensor of the target to where the loss is computed
         kept: returns what to keep of other values that the loss function returns, without their graph; None if it must
             not return any
+        proof: what has been proved of the loss function; None to prove nothing
+
+    Attributes:
+        total: the weight of all targets, in all replicas
     """
 
-    def __init__(self, loss_fn: Callable[..., Any] | None, kept: Callable[[Any], Any] | None) -> None:
-        self._loss_fn, self._kept = loss_fn, kept
-        #: By micro-batch. A micro-batch whose last cell is recomputed has its loss computed twice.
-        self._losses: dict[int, Tensor] = {}
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | None,
+        weight: Weight | None,
+        reduce: str | None,
+        *,
+        whole: bool,
+        bring: Callable[[Tensor], Tensor],
+        kept: Callable[[Any], Any] | None,
+        proof: LossProof | None,
+    ) -> None:
+        self._loss_fn, self._weight, self._reduce = loss_fn, weight, reduce
+        self._whole, self._bring, self._kept, self._proof = whole, bring, kept, proof
+        self.total = 0.0
+        #: By micro-batch: the shares in the loss, and other values.
+        self._shares: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
+        #: The micro-batches that the proof looks at, and what the loss function has given for them.
+        self._pair: tuple[int, ...] = ()
+        self._apart: dict[int, Apart] = {}
 
-    def _computed(self, i: int, output: Any, target: Any) -> Any:
-        """Return the loss of micro-batch ``i``, and note other values."""
+    def _begin(self, target: Any, sizes: Sequence[int]) -> None:
+        """Split the target, and weigh the micro-batches, before anything is launched.
+
+        Raises:
+            ValueError: the target does not have the rows of the batch.
+        """
+        self._target, self._sizes = target, sizes
+        self._whole |= len(sizes) == 1 or isinstance(target, NoChunk)
+        each_one = [[i] for i in range(len(sizes))]
+        self._targets = self._parts(each_one, self._bring)
+        is_known, adds_up, ignored, class_weights = known_loss(self._loss_fn)
+        self._adds_up = self._reduce == "sum" or (adds_up and not self._is_said)
+        # As the caller has them: nobody waits for a device to count what is on the host.
+        targets = self._parts(each_one, lambda tensor: tensor) if ignored is not None or self._weight else self._targets
+        if self._weight is not None and self._loss_fn is not None:
+            self._weights = numbers([self._called(self._weight, it) for it in self._weighed_by(targets)])
+        elif self._whole:
+            self._weights = [float(size) for size in sizes]
+        else:
+            self._weights = numbers([counted(it, ignored, size, class_weights) for it, size in zip(targets, sizes)])
+        if self._proof is not None and not is_known and not self._is_said:
+            self._pair = self._proof.pair(self._loss_fn, self._weights, sizes)
+        self.total = sum(self._weights)
+
+    @property
+    def _is_said(self) -> bool:
+        """Whether the user says how losses are joined."""
+        return self._weight is not None or self._reduce is not None
+
+    def _weighed_by(self, targets: list[Any]) -> list[Any]:
+        """Return what the user's weight of each micro-batch is made from: its target."""
+        return targets
+
+    def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the loss function or the weight; an error that the lack of a target causes says so."""
+        try:
+            return function(*arguments)
+        except (AttributeError, TypeError) as error:
+            if self._target is None:  # `step(x, y)` of a pipelined model gives y to the model.
+                error.add_note(NO_TARGET)
+            raise
+
+    def _parts(self, picks: Sequence[Sequence[int]], bring: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Return parts of the target, given for each the micro-batches that it belongs to."""
+        sizes, rows, whole = list(self._sizes), sum(self._sizes), self._whole
+
+        def divide(value: Any, _path: str) -> list[Any] | None:
+            is_tensor = isinstance(value, Tensor)
+            if isinstance(value, NoChunk) or (whole and is_tensor):
+                return [bring(value if is_tensor else value.tensor)] * len(picks)
+            if whole or not (is_tensor or has_an_item_for_each(value, rows)):
+                return None
+            if is_tensor and (not value.dim() or len(value) != rows):
+                raise ValueError(
+                    f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}; wrap "
+                    "in NoChunk what every micro-batch gets whole, or give GPipe or pipelined no_chunk=['target']"
+                )
+            parts = split_rows(mapped(value, bring), sizes)
+            return [parts[pick[0]] if len(pick) == 1 else _joined([parts[i] for i in pick]) for pick in picks]
+
+        return spread(self._target, divide, len(picks))
+
+    def _weighed(self, i: int, output: Any) -> tuple[Tensor, float]:
+        """Return the loss of micro-batch ``i``, and what to multiply it by.
+
+        Raises:
+            ValueError: the loss is not a tensor of one number.
+        """
+        # A copy, as the loss function may change the output.
+        kept = mapped(output, _copy_of, caches=True) if i in self._pair else None
+        loss = self._loss_of(i, output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
+            pair = ", or a pair of this loss and other values" if self._kept is not None else ""
+            raise ValueError(
+                f"the loss of a micro-batch must be a tensor of one number, such as its mean{pair}, but {got}"
+            )
+        factor = self._factor(i, output, loss)
+        if i in self._pair and loss.is_floating_point():
+            self._apart[i] = Apart(_copy_of(loss), kept, self._weights[i])
+        # The mean over no labels is nan, and so would be its gradient.
+        return (loss if factor else nothing([tensor for _, tensor in each(output)])), factor
+
+    def _loss_of(self, i: int, output: Any) -> Any:
+        """Return what the loss function gives for micro-batch ``i``, and note other values."""
         assert self._loss_fn is not None
-        result = called_with_target(self._loss_fn, output, target)
+        result = self._called(self._loss_fn, output, self._targets[i])
         if self._kept is None or not isinstance(result, tuple) or len(result) != 2:
             return result
         self._values[i] = self._kept(result[1])
         return result[0]
+
+    def _factor(self, i: int, output: Any, loss: Tensor) -> float:
+        if self._adds_up:
+            return 1.0
+        return self._weights[i] / self.total if self._weights[i] else 0.0
+
+    def prove(self, join: Callable[[list[Any], list[int]], Any]) -> None:
+        """Prove the loss function, if this step has to, after the last micro-batch and before gradients are delivered.
+
+        Args:
+            join: joins the outputs of micro-batches, given these and their numbers
+
+        Raises:
+            ValueError: its loss of two micro-batches together is not the mean of their losses.
+        """
+        apart, self._apart = dict(sorted(self._apart.items())), {}
+        if len(apart) < 2 or self._proof is None:
+            return
+
+        def together() -> Any:
+            assert self._loss_fn is not None
+            output = join([one.output for one in apart.values()], [*apart])
+            result = self._called(self._loss_fn, output, *self._parts([[*apart]], self._bring))
+            return result[0] if isinstance(result, tuple) else result
+
+        self._proof.compare(self._loss_fn, apart, self._sizes, together)
+
+    def sum(self) -> Tensor:
+        """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
+        return functools.reduce(torch.add, [share.reshape(()) for _, share in sorted(self._shares.items())])
 
     @property
     def has_values(self) -> bool:
@@ -91,62 +243,65 @@ class Losses:
         return [self._values[i] for i in sorted(self._values)]
 
 
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _joined(parts: list[Any]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
+
+
 def nothing(tensors: Iterable[Tensor]) -> Tensor:
     """Return a loss of 0 with a graph, in place of the mean over no targets, which is nan."""
     parts = [tensor.reshape(-1)[:0].sum().real for tensor in tensors if tensor.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
-def counted(labels: Any, ignored: int, rows: int, *, shifts: bool = False) -> int | Tensor:
-    """Return the number of labels that count; that of the rows if there are no labels.
+def counted(
+    labels: Any, ignored: int | None, rows: int, class_weights: Tensor | None = None, *, shifts: bool = False
+) -> int | Tensor:
+    """Return the number of labels that count, or their weight; the number of rows if there are no labels.
 
     Args:
         labels: the labels of a micro-batch, or anything else
-        ignored: the label that a loss leaves out
+        ignored: the label that a loss leaves out; None if it counts rows
         rows: the rows of the micro-batch
+        class_weights: the weight of each label
         shifts: whether the loss leaves out the first label of each row
     """
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or labels.dim() == 0:
+    if (
+        ignored is None
+        or not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or labels.is_complex()
+        or labels.dim() == 0
+    ):
         return rows
     if shifts and labels.dim() > 1:
         labels = labels[..., 1:]
-    count: Tensor = (labels != ignored).sum()
+    counts = labels != ignored
+    if class_weights is not None:
+        counts = class_weights.to(labels.device)[labels.where(counts, 0)].where(counts, 0)
+    count: Tensor = counts.sum()
     return count
 
 
-def loss_weights(
-    loss_fn: Callable[..., Any] | None, weight: Weight | None, targets: Sequence[Any], sizes: Sequence[int]
-) -> list[float]:
-    """Return the weights of micro-batches in the mean of what a loss function returns.
-
-    Args:
-        loss_fn: the loss function; it leaves out its ``ignore_index``, or -100
-        weight: the user's own weight
-        targets: those of the micro-batches, where the caller has them: on the host, nobody waits for a device
-        sizes: the rows of each micro-batch
-    """
-    if weight is not None:
-        return numbers([called_with_target(weight, target) for target in targets])
-    ignored = getattr(loss_fn, "ignore_index", -100)
-    return numbers([counted(target, ignored, size) for target, size in zip(targets, sizes)])
-
-
 class MeanLoss(Losses):
-    """The weighted mean of the losses of all micro-batches, in all replicas.
+    """The loss of a step of a Sequential, in all replicas.
 
     Args:
-        loss_fn: returns the mean loss of a micro-batch
-        weight: returns the weight of that loss; None for its labels that count, or its rows
+        loss_fn: as for `Losses`
+        weight: as for `Losses`
         input: the input of the mini-batch
         target: the target of the mini-batch; None if the loss function needs none
         chunks: the number of micro-batches that a mini-batch is split into
         device: where the last partition computes
+        reduce: as for `Losses`
+        whole: as for `Losses`
         takes_values: whether the loss function may return other values beside the loss
+        proof: as for `Losses`
 
-    Call `prepare`, set ``total``, `finish` each micro-batch, then read `sum` and `values`.
-
-    Attributes:
-        total: the weight of the targets of all replicas
+    Call `prepare`, set ``total``, `finish` each micro-batch, then read `values` and `sum`.
     """
 
     def __init__(
@@ -158,13 +313,16 @@ class MeanLoss(Losses):
         chunks: int,
         device: torch.device,
         *,
+        reduce: str | None = None,
+        whole: bool = False,
         takes_values: bool = False,
+        proof: LossProof | None = None,
     ) -> None:
-        super().__init__(loss_fn, _without_graph if takes_values else None)
-        self._weight = weight
-        self._target, self._chunks, self._device = target, chunks, device
-        self._rows = rows_of(input)
-        self.total = 0.0
+        kept = _without_graph if takes_values else None
+        to = functools.partial(bring, device=device)
+        super().__init__(loss_fn, weight, reduce, whole=whole, bring=to, kept=kept, proof=proof)
+        self._given = target, chunk_sizes(rows_of(input), chunks)
+        self._device = device
 
     def prepare(self, inputs: Sequence[Batch]) -> float:
         """Split the target like the input, and return its weight.
@@ -172,55 +330,28 @@ class MeanLoss(Losses):
         Raises:
             ValueError: input and target have different sizes.
         """
-        if self._target is None:
-            self._targets = [Batch((None,)) for _ in inputs]
-        else:
-            self._targets = scatter((self._target,), self._chunks, self._device)
-            rows = rows_of(self._target)
-            if rows != self._rows:
-                raise ValueError(
-                    "input and target must have the same size in dimension 0, the batch, but have "
-                    f"{self._rows} and {rows}"
-                )
-        sizes = chunk_sizes(self._rows, self._chunks)
-        given = self._targets if self._target is None else scatter((self._target,), self._chunks, None)
-        self._weights = loss_weights(self._loss_fn, self._weight, [target.value for target in given], sizes)
-        return sum(self._weights)
+        self._begin(*self._given)
+        return self.total
 
     def finish(self, i: int, output: Batch) -> Tensor:
-        """Return the share of micro-batch ``i`` in the mean loss, of shape (1,)."""
-        loss = self._computed(i, output.value, self._targets[i].value)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(self._says_what_is_wrong(loss))
-        weight = self._weights[i]
-        if weight:
-            share = loss.reshape(1) * (weight / self.total)
-        else:
-            share = nothing([leaf for leaf in output.leaves if leaf is not None]).to(self._device).reshape(1)
-        self._losses[i] = share.detach()
+        """Return the share of micro-batch ``i`` in the loss, of shape (1,)."""
+        loss, factor = self._weighed(i, output.value)
+        share = loss.reshape(1).to(self._device) * factor
+        self._shares[i] = share.detach()
         return share
 
     def sum(self) -> Tensor:
-        """Return the sum of the shares, a tensor without dimensions; 0 in a process without the last partition."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for _, loss in sorted(self._losses.items()):
-            total += loss.squeeze()
-        return total
+        """Return the loss, a tensor without dimensions; 0 in a process without the last partition."""
+        return super().sum() if self._shares else torch.zeros((), device=self._device)
 
     def values(self) -> Any:
         """Return the other values of all micro-batches, gathered along dimension 0; None if there are none.
 
         Raises:
-            ValueError: the values of the micro-batches differ in structure.
+            ValueError: the values of the micro-batches differ in structure, or the proof of the loss function fails.
         """
-        if not self._values:
-            return None
-        return gather(self._values_of(len(self._weights)), "loss_fn")
-
-    def _says_what_is_wrong(self, loss: Any) -> str:
-        got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
-        pair = ", or a pair of this loss and other values" if self._kept is not None else ""
-        return f"loss_fn must return the mean loss of a micro-batch, a tensor of one number{pair}, but {got}"
+        self.prove(lambda outputs, _: gather([Batch.of(output, "the last layer") for output in outputs]))
+        return gather(self._values_of(len(self._sizes)), "loss_fn") if self._values else None
 
 
 def _without_graph(values: Any) -> Batch:

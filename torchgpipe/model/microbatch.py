@@ -6,8 +6,10 @@ around them. Everything between two partitions works on the leaves.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +20,20 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.skip.namespace import SkipKey
 
-__all__ = ["Batch", "Inputs", "NoChunk", "Skips", "chunk_sizes", "gather", "rows_of", "scatter", "tell_of_few"]
+__all__ = [
+    "Batch",
+    "Inputs",
+    "NoChunk",
+    "Skips",
+    "WholeArguments",
+    "chunk_sizes",
+    "gather",
+    "has_an_item_for_each",
+    "rows_of",
+    "scatter",
+    "split_rows",
+    "tell_of_few",
+]
 
 
 class NoChunk:
@@ -52,6 +67,38 @@ class NoChunk:
 
     def __repr__(self) -> str:
         return f"NoChunk({tuple(self.tensor.shape)})"
+
+
+class WholeArguments:
+    """The arguments of the first layer that every micro-batch gets whole, by name.
+
+    Args:
+        names: their names, or one; ``'target'`` is that of a step
+        layer: the first layer
+
+    Attributes:
+        names: their names
+
+    Raises:
+        ValueError: the layer takes no argument of such a name.
+    """
+
+    def __init__(self, names: str | Collection[str], layer: Callable[..., Any] | None) -> None:
+        self.names = {names} if isinstance(names, str) else {*names}
+        self._known = [*inspect.signature(getattr(layer, "forward", len)).parameters] if self.names else []
+        unknown = sorted(self.names - {"target", *self._known})
+        if unknown:
+            raise ValueError(f"no_chunk names {unknown}, but the arguments of the first layer are {self._known}")
+
+    def wrap(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with the tensors of these in `NoChunk`."""
+        if self.names:
+            named = [*zip_longest(self._known[: len(inputs)], inputs), *keywords.items()]
+            values = [
+                pytree.tree_map_only(Tensor, NoChunk, value) if name in self.names else value for name, value in named
+            ]
+            inputs, keywords = tuple(values[: len(inputs)]), dict(zip(keywords, values[len(inputs) :]))
+        return inputs, keywords
 
 
 #: Skips between their stash and their pop.
@@ -177,6 +224,31 @@ def rows_of(value: Any) -> int:
 def chunk_sizes(rows: int, chunks: int) -> list[int]:
     """Return the sizes of the parts into which `torch.chunk` splits so many rows."""
     return [len(part) for part in torch.empty(rows, device="meta").chunk(chunks)]
+
+
+def has_an_item_for_each(value: Any, rows: int) -> bool:
+    """Return whether this is a list with an item for each of so many rows, as far as its length and items tell."""
+    if type(value) is not list or len(value) != rows:
+        return False
+    items = [item for item in value if item is not None]
+    return not items or not all([isinstance(item, Tensor) and _has_rows(item, rows) for item in items])
+
+
+def split_rows(value: Any, sizes: list[int]) -> list[Any]:
+    """Return the rows of a tensor, or the items of a list, for each micro-batch."""
+    if isinstance(value, Tensor):
+        parts = torch.split(value, sizes)
+        if value.requires_grad and torch.is_grad_enabled():
+            return list(parts)
+        # Each with a version of its own: a model may change its input in place, and so no other micro-batch's. Under
+        # no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
+        return [part.data.requires_grad_(value.requires_grad) for part in parts]
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    return [value[end - size : end] for end, size in zip(ends, sizes)]
+
+
+def _has_rows(tensor: Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and _is_dense(tensor) and len(tensor) == rows
 
 
 def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:

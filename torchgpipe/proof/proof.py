@@ -351,6 +351,10 @@ class Proof(ABC):
     def fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
         loose = self.comparison.loose
+        # A mean over no labels is nan.
+        apart, shares = (
+            zip(*[(number, share) for number, share in zip(apart, shares) if share]) if any(shares) else ((), ())
+        )
         parts = [float(number.value) * share for number, share in zip(apart, shares)]
         whole = float(together.value)
         if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):

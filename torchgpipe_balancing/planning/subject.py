@@ -73,7 +73,8 @@ class Subject:
         if not rows:
             raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
         self._model, self.rows, self._target = model, rows, target
-        self._options = {**({} if has_own_loss else {"loss_fn": _mean_of_all}), **options}
+        has_loss = has_own_loss or "loss_fn" in options
+        self._options = {**({} if has_loss else {"loss_fn": _mean_of_all, "reduce": "mean"}), **options}
         known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
         self.loss = "loss_fn" if "loss_fn" in options else known
 
