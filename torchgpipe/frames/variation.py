@@ -5,7 +5,7 @@ by noise, integers by those of other places, or others up to the largest. Some t
 as the ids of positions; and there is no telling whether a tensor of zeros and ones says which positions count. These
 stay, unless nothing else can be varied. Masks stay as they are.
 
-Labels that a loss leaves out are put in unevenly, so that the means over rows, over labels, and over the labels that
+Labels that a loss leaves out are put in unevenly, where a row has several, so that the means over rows, over labels, and over the labels that
 models compare with (all but the first of each row) differ:
 
     row of micro-batch 0    the labels in places 0 and 1; then only the label in place 0
@@ -91,17 +91,15 @@ def _varied(tensor: Tensor) -> Tensor:
 
 def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
     """Return labels of which few count, in places that tell the rules of means apart."""
-    if path != name or tensor.is_meta or len(tensor) < 2:
+    if path != name or tensor.is_meta or tensor.dim() < 2:
         return tensor
     half = (len(tensor) + 1) // 2
-    if tensor.dim() == 1:  # A label for each row: one of the second micro-batch does not count.
-        return torch.where(torch.arange(len(tensor), device=tensor.device) == half, ignored, tensor)
     labels = tensor.reshape(len(tensor), -1)
-    if labels.shape[1] < 3:
-        return tensor
     counts = torch.zeros_like(labels, dtype=torch.bool)
-    counts[0, 1], counts[:half, 0] = True, True
-    counts[half, 1], counts[half + 1 :, 2] = True, True
-    if bool((labels[counts] == ignored).any()):  # The sample has padding of its own.
-        return tensor
+    for k, row in enumerate(labels):
+        first, later = [0] if row[0] != ignored else [], (row[1:] != ignored).nonzero().flatten().tolist()
+        if len(later) < 2:  # The sample has too few labels that count.
+            return tensor
+        kept = [*first, 1 + later[0]] if k == 0 else first if k < half else []
+        counts[k, kept or [1 + later[k > half]]] = True
     return torch.where(counts, labels, ignored).reshape(tensor.shape)

@@ -6,7 +6,8 @@ aside when a graph first leads to them, and put back at the end of the proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,23 +20,44 @@ from torchgpipe.engine.split_backward import nodes_below
 __all__ = ["Outside"]
 
 
-class Outside:
-    """The leaves outside of a model, for a ``with`` block.
+class _Leaf:
+    """A leaf, with what was there before the proof.
 
-    Attributes:
-        leaves: those that a graph has led to
+    Args:
+        leaf: the leaf, which is held weakly: a forward may make it anew in each run
     """
 
+    def __init__(self, leaf: Tensor) -> None:
+        self.ref = weakref.ref(leaf)
+        #: In how many graphs it was: one that a forward has made is in one only.
+        self.count = 0
+        self._grad = leaf.grad
+        self._hooks: list[dict[int, Any]] = [gradient_hooks(leaf), hooks_behind_accumulation(leaf)]
+        self._before = [dict(by_id) for by_id in self._hooks]
+        leaf.grad = None
+        for by_id in self._hooks:
+            by_id.clear()
+
+    def put_back(self) -> None:
+        leaf = self.ref()
+        if leaf is not None:
+            leaf.grad = self._grad
+        for by_id, before in zip(self._hooks, self._before):
+            by_id.update(before)
+
+
+class Outside:
+    """The leaves outside of a model, for a ``with`` block."""
+
     def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
-        self._put_back: list[Callable[[], object]] = []
+        self._leaves: list[_Leaf] = []
 
     def __enter__(self) -> Outside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for put_back in self._put_back:
-            put_back()
+        for known in self._leaves:
+            known.put_back()
 
     def note(self, roots: Sequence[Tensor], own: Collection[Tensor]) -> None:
         """Set aside what is at the leaves of a graph, before it is differentiated.
@@ -44,34 +66,23 @@ class Outside:
             roots: where the graph is entered
             own: the leaves that belong to the run
         """
-        known = {id(leaf) for leaf in (*own, *self.leaves)}
+        own_ids = set(map(id, own))
+        known = {id(known.ref()): known for known in self._leaves if known.ref() is not None}
         for node in nodes_below([get_gradient_edge(root) for root in roots]):
             leaf: Tensor | None = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in known:
-                known.add(id(leaf))
-                self.leaves.append(leaf)
-                self._put_back.append(_set_aside(leaf))
+            if leaf is not None and id(leaf) not in own_ids:
+                if id(leaf) not in known:
+                    known[id(leaf)] = _Leaf(leaf)
+                    self._leaves.append(known[id(leaf)])
+                known[id(leaf)].count += 1
 
     def take(self) -> list[Leaf]:
-        """Return the gradients that have arrived, and leave none."""
-        grads = [leaf.grad for leaf in self.leaves]
-        for leaf in self.leaves:
-            leaf.grad = None
+        """Return the gradients that have arrived at leaves of several graphs, and leave none."""
+        grads: list[Leaf] = []
+        for known in self._leaves:
+            leaf = known.ref()
+            if leaf is not None:
+                if known.count > 1:
+                    grads.append(leaf.grad)
+                leaf.grad = None
         return grads
-
-
-def _set_aside(leaf: Tensor) -> Callable[[], object]:
-    """Take the gradient and the hooks of a leaf, and return what puts them back."""
-    grad = leaf.grad
-    hooks: list[dict[int, Any]] = [gradient_hooks(leaf), hooks_behind_accumulation(leaf)]
-    before = [dict(by_id) for by_id in hooks]
-
-    def put_back() -> None:
-        leaf.grad = grad
-        for by_id, known in zip(hooks, before):
-            by_id.update(known)
-
-    leaf.grad = None
-    for by_id in hooks:
-        by_id.clear()
-    return put_back

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.model.comparison import Comparison, difference_of
+from torchgpipe.model.comparison import Compared, Comparison, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, fingerprint, length, weighted_sum
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.proof.outside import Outside
@@ -204,12 +204,20 @@ class Proof(ABC):
                 if training and self.comparison.is_equal:
                     evaluated = self._evaluated(apart, couples)
             if self.comparison.is_equal:
+                # Before, as the outputs take memory; what differs in training is told first.
+                later = [] if evaluated is None or not training else self._rows_of_evaluation(evaluated)
+                del evaluated
                 with in_mode(self._module, training):
                     self.compare_pipeline(apart)
-            if training and evaluated is not None and self.comparison.is_equal:
-                with in_mode(self._module, False), untouched(self._module, self._devices), torch.no_grad():
-                    self.compare_evaluation(evaluated)
+                self.comparison.rows += later
         return self.comparison
+
+    def _rows_of_evaluation(self, outputs: list[Any]) -> list[Compared]:
+        rows, self.comparison.rows = self.comparison.rows, []
+        with in_mode(self._module, False), self._untouched(), torch.no_grad():
+            self.compare_evaluation(outputs)
+        later, self.comparison.rows = self.comparison.rows, rows
+        return later
 
     def verify(self) -> Comparison:
         """Run everything, and return the comparison; what the plain model raises is raised."""
@@ -327,10 +335,11 @@ class Proof(ABC):
             with Ambient().without_autocast():  # as the pipeline does
                 grads = [grad * scale for _, grad in roots]
                 torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
-        except RuntimeError as error:
+        except Exception as error:
             if ran_out_of_memory(error):
                 raise
-            self.skip(f"gradients, because the plain model cannot be differentiated ({_said(error)})")
+            mode = "training" if self._module.training else "evaluation"
+            self.skip(f"gradients in {mode}, because the plain model cannot be differentiated ({_said(error)})")
             return False
         return True
 
