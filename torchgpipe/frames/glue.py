@@ -40,6 +40,8 @@ class Glue(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}
+        if torch.compiler.is_compiling():  # The compiler traces this, and would keep what it finds.
+            return func(*args, **kwargs)
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
         is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
         if not frame.column or is_elsewhere or func in OF_THE_ORIGINAL:

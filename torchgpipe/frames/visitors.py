@@ -269,6 +269,8 @@ class InOnePiece(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **kwargs)
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
