@@ -18,6 +18,9 @@ from torchgpipe.model.values import each, mapped
 
 __all__ = ["Glue"]
 
+#: What takes a device as its second argument, where other operations may have a number or a word.
+_TO = {torch.Tensor.to, torch.Tensor.cuda}
+
 
 class Glue(TorchFunctionMode):
     """Brings the arguments of operations between two modules of the spine: masks, residuals, the loss.
@@ -44,7 +47,14 @@ class Glue(TorchFunctionMode):
             return func(*args, **kwargs)
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
         is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
-        if not frame.column or is_elsewhere or func in OF_THE_ORIGINAL:
+        if is_elsewhere or func in OF_THE_ORIGINAL:
+            return func(*args, **kwargs)
+        # A device that the model names, or has remembered, is that of another column, as soon as there are several.
+        if self._is_of_a_column(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self._devices[frame.column]}
+        if func in _TO and len(args) > 1 and self._is_of_a_column(args[1]):
+            args = (args[0], self._devices[frame.column], *args[2:])
+        if not frame.column:
             return func(*args, **kwargs)
         if func in DIFFERENTIATES:
             raise RuntimeError(
@@ -56,11 +66,6 @@ class Glue(TorchFunctionMode):
         out = kwargs.get("out")
         if kwargs:
             kwargs = mapped(kwargs, self._crossing.bring_operand)
-            # A device that the model has remembered from an earlier column.
-            if kwargs.get("device") in self._devices:
-                kwargs = {**kwargs, "device": self._devices[frame.column]}
-        if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
-            args = (args[0], self._devices[frame.column], *args[2:])
         is_brought = isinstance(original, Tensor) and original is not args[0]
         if is_brought and changes_shape(func):
             where = self._columns.names[frame.column]
@@ -75,4 +80,9 @@ class Glue(TorchFunctionMode):
         if out is not None:
             for _, tensor in each(out):
                 self._crossing.note_change(tensor)
+        if isinstance(result, Tensor):
+            self._crossing.note_made(result)
         return result
+
+    def _is_of_a_column(self, value: Any) -> bool:
+        return isinstance(value, (torch.device, str, int)) and torch.device(value) in self._devices

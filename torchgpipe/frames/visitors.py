@@ -104,7 +104,6 @@ class Traveller:
                 f"{names[frame.column]}, which it did not do with the sample; give a sample that takes this way, or a "
                 f"balance that keeps '{name}' and what is called before it in one partition"
             )
-        self._current_stream.close()
         self._crossing.forget()
         frame.pause_until(column)
         self._current_stream.enter_context(self._columns.computing[column].use())
@@ -144,6 +143,7 @@ class Traveller:
 
     def _apart(self, door: Door, tensor: Tensor) -> Tensor:
         """Return a tensor that a module has returned, or a copy of what the module keeps; see `model.state`."""
+        self._crossing.note_made(tensor)
         copy = apart(door.module, tensor)
         if copy is not tensor:
             self._copies.append((door.name, copy))
