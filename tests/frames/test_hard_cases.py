@@ -73,6 +73,42 @@ def test_parameters_are_replaced_and_frozen_between_forward_and_backward() -> No
     same({name: ours[name] for name in names}, {name: expected[name] for name in names})
 
 
+@pytest.mark.on_late
+@pytest.mark.parametrize("when", ["together", "before", "after"])
+@pytest.mark.parametrize("way", ["hook", "attribute", "list"])
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_that_leaves_the_model_beside_its_output(
+    n: int, layer: int, way: str, when: str, devices: Devices
+) -> None:
+    """Differentiated with the output, it failed with PyTorch's "a second time"; alone, its gradient was lost."""
+    kept: list[Tensor] = []
+
+    def between(model: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
+        if k == layer and way == "attribute":
+            model.kept = x.square().mean()
+        elif k == layer and way == "list":
+            kept.append(x.square().mean())
+        return x
+
+    chained: Any = Chain()
+    chained.between = between
+    model, _ = make(chained, devices(n))
+    if way == "hook":
+        model.layers[layer].register_forward_hook(lambda module, args, output: kept.append(output.square().mean()))
+    kept.clear()
+    loss = model(X).sum()
+    other = model.kept if way == "attribute" else kept[-1]
+    with pytest.raises(RuntimeError, match="from the midst of .* was differentiated by itself"):
+        if when == "together":
+            (loss + other.to(loss.device)).backward()
+        elif when == "before":
+            other.backward(retain_graph=True)
+        else:
+            loss.backward(retain_graph=True)
+            other.backward()
+
+
 # ------------------------------------------------------------------------------------------------- within the forward
 
 

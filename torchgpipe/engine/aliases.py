@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import memory_of, storage_key, versions
+from torchgpipe.devices.torch_internals import memory_of, storage_key, versions, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
+from torchgpipe.engine.function import nodes_behind
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.engine.host_memory import FrozenCopy, HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
@@ -186,6 +187,16 @@ class Aliases:
                 return None
             parameter = tensor
         return self._alias(parameter, j)
+
+    def verify_apart(self) -> None:
+        """Check that the pass of the caller that this thread is in goes through no graph of a cell itself.
+
+        Raises:
+            RuntimeError: it begins at a tensor from the midst of the model as well, whose graph is freed by then.
+        """
+        trained = [alias for aliases in self._of_trained.values() for alias in aliases.values()]
+        if any(map(will_run, nodes_behind(trained))):
+            raise differentiated_by_itself("the model")
 
     def used(self, leaves: Iterable[Tensor]) -> set[Tensor]:
         """Return the parameters that have one of these leaves as an alias."""

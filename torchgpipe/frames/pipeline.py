@@ -76,6 +76,8 @@ class Pipeline:
         self._told: set[str] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
+        #: Whether a mini-batch was trained by a call.
+        self._has_trained = False
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
@@ -98,10 +100,12 @@ class Pipeline:
         scalars = mean_or_sum(settings, batch)
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
-        with self.aliased(backward=backward) as aliases:
+        # The study does not see every way that tensors leave a model, such as a list of the caller's.
+        with self.aliased(backward=backward, watches=not self._has_trained) as aliases:
             mini_batch = self._mini_batch(batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.arguments))
+        self._has_trained |= backward
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], scalars)
