@@ -99,7 +99,7 @@ def test_a_loss_that_leaves_the_model_beside_its_output(
     kept.clear()
     loss = model(X).sum()
     other = model.kept if way == "attribute" else kept[-1]
-    with pytest.raises(RuntimeError, match="from the midst of .* was differentiated by itself"):
+    with pytest.raises(RuntimeError, match=r"from the midst of .* was differentiated by itself"):
         if when == "together":
             (loss + other.to(loss.device)).backward()
         elif when == "before":
