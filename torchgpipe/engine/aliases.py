@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import memory_of, storage_key, versions, will_run
+from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
 from torchgpipe.engine.function import nodes_behind
@@ -153,7 +153,7 @@ class Aliases:
             values, kept = self.host_memory.alias(parameter, self._devices[j], j)
         else:
             values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
-        alias = nn.Parameter(values, requires_grad=trains)  # It has the memory of the values, and no history.
+        alias = parameter_like(parameter, values, requires_grad=trains)
         self._parameters[alias] = parameter
         if self.host_memory is not None:
             if kept is not None:
