@@ -295,6 +295,13 @@ def test_whether_memory_is_shared_and_a_tensor_is_held() -> None:
     assert not internals.is_shared(tensor)
 
 
+def test_whether_an_error_is_of_the_compiler() -> None:
+    with pytest.raises(Exception) as raised:
+        torch.compile(lambda x: x.sin() if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
+    assert internals.is_of_compiler(raised.value)
+    assert not internals.is_of_compiler(RuntimeError())
+
+
 def test_whether_classes_of_tensors_handle_operations() -> None:
     assert internals.classes_handle_operations()
     with internals.handling_operations(False):

@@ -127,6 +127,28 @@ def test_a_pipeline_within_the_forward(kind: str) -> None:
     same(gradients(inner), gradients(plain_inner), tolerance=1e-10)
 
 
+class Added(torch.autograd.Function):
+    """A sum that no mode sees, as of a kernel of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, grad
+
+
+@pytest.mark.late
+def test_the_arguments_of_a_module_are_on_its_device_in_one_piece() -> None:
+    """Asked for their device, they told that of the module, so they were not copied, though no mode saw their use."""
+    layers = [Using(lambda linear, x: Added.apply(x, linear(x))) for _ in range(4)]
+    model, plain = make(Chain(*layers), ["late:0", "late:1"])
+    assert model.verify(X).is_equal
+    expect_same(model, plain)
+
+
 def test_a_frame_that_catches_its_cancellation_ends_all_the_same() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         try:

@@ -50,6 +50,7 @@ __all__ = [
     "hooks_behind_accumulation",
     "is_checkpointed",
     "is_compiled",
+    "is_of_compiler",
     "is_optimized",
     "is_saved",
     "is_shared",
@@ -438,6 +439,15 @@ def uses_cuda_graphs(module: nn.Module) -> bool:
     call = module if is_optimized(module) else getattr(module, "_compiled_call_impl", None)
     configuration = getattr(call, "get_compiler_config", lambda: None)()
     return isinstance(configuration, dict) and bool(configuration.get("triton.cudagraphs"))
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Return whether PyTorch's compiler has raised an error.
+
+    Its errors do not say what a pipeline has to do with them. Since 2.0. Importing the classes takes longer than the
+    import of this package.
+    """
+    return type(error).__module__ == "torch._dynamo.exc"
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import this_thread
@@ -16,7 +17,7 @@ from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
 from torchgpipe.model.values import each, mapped
 
-__all__ = ["Glue"]
+__all__ = ["Glue", "explain_compiler"]
 
 #: What takes a device as its second argument, where other operations may have a number or a word.
 _TO = {torch.Tensor.to, torch.Tensor.cuda}
@@ -86,3 +87,13 @@ class Glue(TorchFunctionMode):
 
     def _is_of_a_column(self, value: Any) -> bool:
         return isinstance(value, (torch.device, str, int)) and torch.device(value) in self._devices
+
+
+def explain_compiler(error: BaseException) -> None:
+    """Add a note to an error of the compiler, which knows nothing of columns."""
+    if is_of_compiler(error):
+        error.add_note(
+            "a function that is compiled takes tensors as they are, so between two modules they may be on several "
+            "devices: call it in a module that gets them as arguments; and each device has graphs of its own, of which "
+            "torch._dynamo.config.recompile_limit lets one function have so many: raise it"
+        )

@@ -30,6 +30,7 @@ from torchgpipe.engine.residence import watch
 from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
@@ -235,6 +236,7 @@ class MiniBatch:
                 frame.advance(j)
         except BaseException as error:
             inside = f"'{frame.module}'" if frame.module else self._model
+            explain_compiler(error)
             error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
 

@@ -25,6 +25,7 @@ from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
+from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss, mean_or_sum
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
@@ -393,7 +394,11 @@ class Pipeline:
             visitor if columns.copies else nullcontext(),
             OnDemand(aliases, columns.computing) if self.host_memory is not None else nullcontext(),
         ):
-            yield aliases
+            try:
+                yield aliases
+            except BaseException as error:
+                explain_compiler(error)
+                raise
 
     def mini_batch_for_proof(self, batch: SplitBatch, finish: Finish, aliases: Aliases) -> MiniBatch:
         """Return a mini-batch that `Proof` runs in its own order, of a model that may draw."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import BatchNormBase
+from torchgpipe.devices.torch_internals import BatchNormBase, is_of_compiler
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.frames.cell import Export
@@ -266,7 +266,7 @@ class Proof:
                 mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases)
                 mini_batch.run_columns_forward()
             except Exception as error:
-                if _is_ours(error):
+                if _is_ours(error) or is_of_compiler(error):
                     raise
                 raise ValueError(
                     f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain "

@@ -257,19 +257,27 @@ class InOnePiece(TorchFunctionMode):
         self.owner = owner
         self._columns = columns
         self._change = columns.copier(columns.devices[0])
+        self._is_off = False
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
-        return mapped(value, self._change)
+        return mapped(value, self._brought)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
         self._change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_exchanged(args, kwargs, self._change)
+        return door.call_exchanged(args, kwargs, self._brought)
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        self._is_off = True  # Asked for its device, a tensor would tell where it is needed.
+        try:
+            return self._change(tensor)
+        finally:
+            self._is_off = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_off:
             return func(*args, **kwargs)
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **kwargs)
