@@ -127,6 +127,56 @@ def test_a_pipeline_within_the_forward(kind: str) -> None:
     same(gradients(inner), gradients(plain_inner), tolerance=1e-10)
 
 
+def in_a_layer(linear: nn.Linear, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x if x.requires_grad else x.detach().requires_grad_()
+        return x + torch.autograd.grad(linear(y).tanh().sum(), y, create_graph=True)[0]
+
+
+def of_each_layer(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        y = layer(x)
+        grad = torch.autograd.grad(y.square().sum(), y, create_graph=True)[0] if y.requires_grad else 0
+        x = torch.tanh(y + 0.1 * grad)
+    return x
+
+
+def of_the_input(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(Chain.forward(self, x).square().sum(), x, create_graph=True)[0]
+
+
+def of_a_leaf_that_is_used_again(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = leaf = x.detach().requires_grad_()
+        for layer in self.layers:
+            y = torch.tanh(layer(y)) + leaf
+        return torch.autograd.grad(y.square().sum(), leaf, create_graph=True)[0]
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("forward", [None, of_each_layer])
+def test_a_forward_that_differentiates_what_one_partition_has(forward: Any, devices: Devices) -> None:
+    """On an accelerator the nodes of the second derivative had numbers of another thread, so they were taken for those
+    of another partition.
+    """
+    layers = [Using(in_a_layer) if forward is None else nn.Linear(4, 4) for _ in range(4)]
+    model, plain = make(nn.Sequential(*layers) if forward is None else chain(forward, *layers), devices(2))
+    expect_same(model, plain)
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("forward", [of_the_input, of_a_leaf_that_is_used_again])
+def test_a_forward_that_differentiates_what_all_partitions_have(forward: Any, n: int, devices: Devices) -> None:
+    if n == 1 or len(set(devices(2))) == 1:
+        expect_same(*make(chain(forward), devices(n)))
+        return
+    with pytest.raises(RuntimeError, match="in one partition, or let one module do all of it"):
+        make(chain(forward), devices(n))
+
+
 class Added(torch.autograd.Function):
     """A sum that no mode sees, as of a kernel of one's own."""
 

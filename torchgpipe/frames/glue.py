@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import is_of_compiler
+from torchgpipe.engine.split_backward import nodes_below
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import this_thread
@@ -58,9 +60,11 @@ class Glue(TorchFunctionMode):
         if not frame.column:
             return func(*args, **kwargs)
         if func in DIFFERENTIATES:
+            if func is torch.autograd.grad and self._is_of_this_column(args, kwargs):
+                return func(*args, **kwargs)
             raise RuntimeError(
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
-                "cut; give a balance that keeps what it differentiates in one partition"
+                "cut; give a balance that keeps what it differentiates in one partition, or let one module do all of it"
             )
         original: Any = args[0] if args else None
         args = mapped(args, self._crossing.bring_operand)
@@ -84,6 +88,17 @@ class Glue(TorchFunctionMode):
         if isinstance(result, Tensor):
             self._crossing.note_made(result)
         return result
+
+    def _is_of_this_column(self, args: Any, kwargs: Any) -> bool:
+        """Return whether all paths that `torch.autograd.grad` looks for are in the graph of this column."""
+        given = args, kwargs
+        if mapped(given, self._crossing.bring_operand) is not given:
+            return False
+        named = {**dict(zip(("outputs", "inputs"), args)), **kwargs}
+        # What has been computed here is not reached through an import; a leaf may have been used anywhere.
+        has_leaves = any([tensor.grad_fn is None for _, tensor in each(named["inputs"])])
+        roots = [get_gradient_edge(tensor) for _, tensor in each(named["outputs"]) if tensor.requires_grad]
+        return not has_leaves or not any([type(node).__name__ == "EnterBackward" for node in nodes_below(roots)])
 
     def _is_of_a_column(self, value: Any) -> bool:
         return isinstance(value, (torch.device, str, int)) and torch.device(value) in self._devices
