@@ -60,6 +60,30 @@ def test_backward_that_failed_is_not_tried_again_with_old_gradients(devices: Dev
     assert all(grad is None for grad in gradients(model).values())
 
 
+@pytest.mark.parametrize(
+    ("place", "devices", "is_used"),
+    [
+        ("cpu", TWO, True),
+        pytest.param("cpu", ["late:0", "late:1"], False, marks=pytest.mark.late),
+        pytest.param("late:0", ["late:0", "late:1"], True, marks=pytest.mark.late),
+        pytest.param("late:2", ["late:0", "late:1"], False, marks=pytest.mark.late),
+    ],
+)
+def test_an_input_is_refilled_between_forward_and_backward(place: str, devices: list[str], is_used: bool) -> None:
+    """A buffer of the host was refused, although the pipeline had a copy of it on its first device."""
+    model, plain = make(Chain(), devices)
+    x = X.to(place, copy=True)
+    loss = model(x).square().sum()
+    x.fill_(7)
+    if is_used:
+        with pytest.raises(RuntimeError, match=r"an input of shape \(6, 4\) .* was changed in place after forward"):
+            loss.backward()
+        return
+    loss.backward()
+    run(plain)
+    same(gradients(model), gradients(plain))
+
+
 def test_parameters_are_replaced_and_frozen_between_forward_and_backward() -> None:
     model, plain = make(Chain())
     loss = model(X).square().sum()

@@ -199,8 +199,13 @@ class MiniBatch:
             self._columns.streams.current(computing.device).wait(computing.mark())
 
     def watch_inputs(self, inputs: Any) -> None:
-        """Note the versions of the caller's tensors, of which backward uses the memory."""
-        self._callers = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
+        """Note the versions of the caller's tensors whose memory backward uses; of others there is a copy."""
+        streams, first = self._columns.streams, self._columns.devices[0]
+        self._callers = [
+            (weakref.ref(tensor), versions([tensor])[0])
+            for _, tensor in each(inputs)
+            if (device := streams.device_of(tensor)) is None or not streams.moves(device, first)
+        ]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves that the graphs of all cells end in."""
