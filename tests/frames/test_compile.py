@@ -171,7 +171,7 @@ def test_a_compiled_function_that_takes_tensors_of_two_devices() -> None:
     sample = torch.randn(2, 16, dtype=torch.float64)
     with pytest.raises(RuntimeError) as raised:
         pipelined(model, sample, chunks=3, devices=["late:0", "late:1"], balance="parameters")
-    assert any(["call it in a module that gets them as arguments" in note for note in raised.value.__notes__])
+    assert any(["call them in a module that gets these" in note for note in raised.value.__notes__])
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

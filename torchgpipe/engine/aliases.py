@@ -7,13 +7,13 @@ alias has memory only while its partition is on its device, see `residence`.
 
 A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
 backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
-aliases are watched.
+aliases are watched; and a pass of the caller that goes through aliases as well as through the output is always refused.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -88,7 +88,7 @@ class Aliases:
         streams: tells what must be copied; None if all parameters are on the devices of their partitions
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
-        watched: the partitions in which gradients that do not come from a cell are refused
+        watched: whether gradients that do not come from a cell are refused
         host_memory: takes weights to devices, if they live in host memory
 
     Attributes:
@@ -105,7 +105,7 @@ class Aliases:
         lock: AbstractContextManager[Any],
         *,
         backward: bool,
-        watched: Container[int] = (),
+        watched: bool = False,
         host_memory: HostMemory | None = None,
     ) -> None:
         self._devices, self._streams = devices, streams
@@ -164,7 +164,7 @@ class Aliases:
             self._places[storage_key(alias)] = j, name
         if vars(parameter):
             vars(alias).update(vars(parameter))
-        if trains and j in self._watched:
+        if trains and self._watched:
             alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
         self._by_partition[key] = alias
         self._in_partition[j].append(alias)

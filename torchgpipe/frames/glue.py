@@ -108,7 +108,7 @@ def explain_compiler(error: BaseException) -> None:
     """Add a note to an error of the compiler, which knows nothing of columns."""
     if is_of_compiler(error):
         error.add_note(
-            "a function that is compiled takes tensors as they are, so between two modules they may be on several "
-            "devices: call it in a module that gets them as arguments; and each device has graphs of its own, of which "
-            "torch._dynamo.config.recompile_limit lets one function have so many: raise it"
+            "between two modules, compiled functions take tensors as they are, of any device: call them in a module "
+            "that gets these as arguments; each device has graphs of its own: raise "
+            "torch._dynamo.config.recompile_limit; under offload, operations are watched: leave out fullgraph=True"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -238,11 +238,10 @@ class Pipeline:
         devices = self.settings.devices
         if self.host_memory is not None:
             self.host_memory.keep_frozen(weights_of(slots), devices)
-        # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
-        columns = len(devices) if watches or self.settings.study.keeps_tensors else int(self._has_hooks)
-        return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))
+        watched = not alone and (watches or self.settings.study.keeps_tensors or self._has_hooks)
+        return self._aliases_of(slots, backward=backward, watched=watched)
 
-    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: Container[int] = ()) -> Aliases:
+    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: bool = False) -> Aliases:
         memory = self.host_memory
         if memory is not None:
             memory.streams = self.streams
