@@ -148,6 +148,15 @@ def test_a_compiled_function(make: Any, function: Any, backend: str, fullgraph: 
     trained_in(model, plain)
 
 
+def test_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag of the process is no sign that the compiler is in this thread."""
+    plain = Between(gated).double()
+    model = copy.deepcopy(plain)
+    pipelined(model, torch.randn(2, 16, dtype=torch.float64), chunks=3, devices=TWO, balance="parameters")
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    trained_in(model, plain)
+
+
 def test_a_compiled_function_that_the_sample_does_not_show() -> None:
     """The outputs were wrong."""
     plain = Between(squash).double()

@@ -46,7 +46,8 @@ class Glue(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}
-        if torch.compiler.is_compiling():  # The compiler traces this, and would keep what it finds.
+        # The compiler would keep what it finds here. `is_compiling` is true in all threads while one of them compiles.
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
         is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame

@@ -277,7 +277,7 @@ class InOnePiece(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self._is_off:
+        if torch.compiler.is_dynamo_compiling() or self._is_off:
             return func(*args, **kwargs)
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **kwargs)
