@@ -71,14 +71,14 @@ class Pipeline:
         self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
         #: Whether modules have hooks, which may see what they return.
         self._has_hooks = False
+        #: Whether a mini-batch was trained by a call.
+        self._has_trained = False
         #: The kinds of mini-batches whose graphs were verified, and their operations on weights in host memory; see
         #: `verify_complete` and `watch`.
         self._verified: set[Any] = set()
         self._told: set[str] = set()
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
-        #: Whether a mini-batch was trained by a call.
-        self._has_trained = False
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
