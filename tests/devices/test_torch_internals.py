@@ -295,6 +295,36 @@ def test_whether_memory_is_shared_and_a_tensor_is_held() -> None:
     assert not internals.is_shared(tensor)
 
 
+def test_whether_an_error_is_of_the_compiler() -> None:
+    with pytest.raises(Exception) as raised:
+        torch.compile(lambda x: x.sin() if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
+    assert internals.is_of_compiler(raised.value)
+    assert not internals.is_of_compiler(RuntimeError())
+
+
+def test_whether_classes_of_tensors_handle_operations() -> None:
+    assert internals.classes_handle_operations()
+    with internals.handling_operations(False):
+        assert not internals.classes_handle_operations()
+        with internals.handling_operations(True):
+            assert internals.classes_handle_operations()
+        assert not internals.classes_handle_operations()
+
+
+def test_a_parameter_like_another() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    class Kind(Tensor):
+        pass
+
+    for parameter in (nn.Parameter(torch.ones(2)), Own(torch.ones(2)), nn.Parameter(torch.ones(2).as_subclass(Kind))):
+        alias = internals.parameter_like(parameter, parameter, requires_grad=True)
+        assert type(alias) is type(parameter) and isinstance(alias, nn.Parameter)
+        assert alias is not parameter and alias.is_leaf and alias.requires_grad
+        assert alias.data_ptr() == parameter.data_ptr()
+
+
 def test_whether_data_can_move() -> None:
     """It is known where .data can go. Without that, an optimizer trains parameters that the pipeline has left."""
     assert internals.can_move_data(torch.ones(1), torch.device("cpu"))

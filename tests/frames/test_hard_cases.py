@@ -60,6 +60,30 @@ def test_backward_that_failed_is_not_tried_again_with_old_gradients(devices: Dev
     assert all(grad is None for grad in gradients(model).values())
 
 
+@pytest.mark.parametrize(
+    ("place", "devices", "is_used"),
+    [
+        ("cpu", TWO, True),
+        pytest.param("cpu", ["late:0", "late:1"], False, marks=pytest.mark.late),
+        pytest.param("late:0", ["late:0", "late:1"], True, marks=pytest.mark.late),
+        pytest.param("late:2", ["late:0", "late:1"], False, marks=pytest.mark.late),
+    ],
+)
+def test_an_input_is_refilled_between_forward_and_backward(place: str, devices: list[str], is_used: bool) -> None:
+    """A buffer of the host was refused, although the pipeline had a copy of it on its first device."""
+    model, plain = make(Chain(), devices)
+    x = X.to(place, copy=True)
+    loss = model(x).square().sum()
+    x.fill_(7)
+    if is_used:
+        with pytest.raises(RuntimeError, match=r"an input of shape \(6, 4\) .* was changed in place after forward"):
+            loss.backward()
+        return
+    loss.backward()
+    run(plain)
+    same(gradients(model), gradients(plain))
+
+
 def test_parameters_are_replaced_and_frozen_between_forward_and_backward() -> None:
     model, plain = make(Chain())
     loss = model(X).square().sum()
@@ -71,6 +95,42 @@ def test_parameters_are_replaced_and_frozen_between_forward_and_backward() -> No
     names = ["layers.2.weight", "layers.3.weight"]
     ours, expected = gradients(model), gradients(plain)
     same({name: ours[name] for name in names}, {name: expected[name] for name in names})
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("when", ["together", "before", "after"])
+@pytest.mark.parametrize("way", ["hook", "attribute", "list"])
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_loss_that_leaves_the_model_beside_its_output(
+    n: int, layer: int, way: str, when: str, devices: Devices
+) -> None:
+    """Differentiated with the output, it failed with PyTorch's "a second time"; alone, its gradient was lost."""
+    kept: list[Tensor] = []
+
+    def between(model: Any, k: int, x: Tensor, first: Tensor) -> Tensor:
+        if k == layer and way == "attribute":
+            model.kept = x.square().mean()
+        elif k == layer and way == "list":
+            kept.append(x.square().mean())
+        return x
+
+    chained: Any = Chain()
+    chained.between = between
+    model, _ = make(chained, devices(n))
+    if way == "hook":
+        model.layers[layer].register_forward_hook(lambda module, args, output: kept.append(output.square().mean()))
+    kept.clear()
+    loss = model(X).sum()
+    other = model.kept if way == "attribute" else kept[-1]
+    with pytest.raises(RuntimeError, match=r"from the midst of .* was differentiated by itself"):
+        if when == "together":
+            (loss + other.to(loss.device)).backward()
+        elif when == "before":
+            other.backward(retain_graph=True)
+        else:
+            loss.backward(retain_graph=True)
+            other.backward()
 
 
 # ------------------------------------------------------------------------------------------------- within the forward
@@ -89,6 +149,78 @@ def test_a_pipeline_within_the_forward(kind: str) -> None:
         one.between = lambda self, k, x, first, within=within: x + within(first.detach()) if k in (0, 3) else x
     expect_same(model, plain)
     same(gradients(inner), gradients(plain_inner), tolerance=1e-10)
+
+
+def in_a_layer(linear: nn.Linear, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = x if x.requires_grad else x.detach().requires_grad_()
+        return x + torch.autograd.grad(linear(y).tanh().sum(), y, create_graph=True)[0]
+
+
+def of_each_layer(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        y = layer(x)
+        grad = torch.autograd.grad(y.square().sum(), y, create_graph=True)[0] if y.requires_grad else 0
+        x = torch.tanh(y + 0.1 * grad)
+    return x
+
+
+def of_the_input(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(Chain.forward(self, x).square().sum(), x, create_graph=True)[0]
+
+
+def of_a_leaf_that_is_used_again(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = leaf = x.detach().requires_grad_()
+        for layer in self.layers:
+            y = torch.tanh(layer(y)) + leaf
+        return torch.autograd.grad(y.square().sum(), leaf, create_graph=True)[0]
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("forward", [None, of_each_layer])
+def test_a_forward_that_differentiates_what_one_partition_has(forward: Any, devices: Devices) -> None:
+    """On an accelerator the nodes of the second derivative had numbers of another thread, so they were taken for those
+    of another partition.
+    """
+    layers = [Using(in_a_layer) if forward is None else nn.Linear(4, 4) for _ in range(4)]
+    model, plain = make(nn.Sequential(*layers) if forward is None else chain(forward, *layers), devices(2))
+    expect_same(model, plain)
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("forward", [of_the_input, of_a_leaf_that_is_used_again])
+def test_a_forward_that_differentiates_what_all_partitions_have(forward: Any, n: int, devices: Devices) -> None:
+    if n == 1 or len(set(devices(2))) == 1:
+        expect_same(*make(chain(forward), devices(n)))
+        return
+    with pytest.raises(RuntimeError, match="in one partition, or let one module do all of it"):
+        make(chain(forward), devices(n))
+
+
+class Added(torch.autograd.Function):
+    """A sum that no mode sees, as of a kernel of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, grad
+
+
+@pytest.mark.late
+def test_the_arguments_of_a_module_are_on_its_device_in_one_piece() -> None:
+    """Asked for their device, they told that of the module, so they were not copied, though no mode saw their use."""
+    layers = [Using(lambda linear, x: Added.apply(x, linear(x))) for _ in range(4)]
+    model, plain = make(Chain(*layers), ["late:0", "late:1"])
+    assert model.verify(X).is_equal
+    expect_same(model, plain)
 
 
 def test_a_frame_that_catches_its_cancellation_ends_all_the_same() -> None:

@@ -588,6 +588,17 @@ def test_a_layer_at_the_address_of_the_one_that_it_replaces() -> None:
         assert None not in torch.autograd.grad(model(X).sum(), list(model.parameters()), allow_unused=True)
 
 
+def test_a_model_does_not_keep_its_sample() -> None:
+    """Copies and pickles had it as well, and a sample with a graph could not be copied."""
+    sample = (torch.randn(2, 4, requires_grad=True) * 2, [torch.ones(4, 4)])
+    seen = weakref.ref(sample[0])
+    model = pipelined(chain(lambda self, x, rest: Chain.forward(self, x)), sample, chunks=2, devices=TWO)
+    del sample
+    gc.collect()
+    assert seen() is None
+    assert copy.deepcopy(model)(torch.ones(4, 4), [torch.ones(4, 4)]).shape == (4, 4)
+
+
 def test_a_shallow_copy_runs_by_itself() -> None:
     """It has got the attributes of the model, also the one with what runs that."""
     model = chain(lambda self, x: Chain.forward(self, x) * self.scale, nn.Linear(2, 2), nn.Linear(2, 2))

@@ -63,6 +63,17 @@ def test_a_use_that_no_event_orders_is_found_where_the_timing_is_good(side: torc
     del z
 
 
+def test_a_use_of_what_got_its_size_when_it_was_computed_is_found(side: torch.Stream) -> None:
+    """An ``out=`` of no elements had no memory yet when uses were noted, so that ``arange`` wrote without a trace."""
+    y = torch.arange(1000.0)
+    with late.delays(0), on(side):
+        z = y * 2
+    y.record_stream(side)
+    side.synchronize()
+    assert any("reads what arange.start_out on late:1 default stream writes" in hazard for hazard in late.hazards())
+    del z
+
+
 def test_a_use_that_an_event_orders_is_none(side: torch.Stream) -> None:
     assert on_two_streams(side, ordered=True).cpu().unique().tolist() == [4]
 

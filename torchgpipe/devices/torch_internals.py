@@ -35,6 +35,7 @@ __all__ = [
     "at_end_of_pass",
     "caches_parametrizations",
     "can_move_data",
+    "classes_handle_operations",
     "current_pass",
     "dispatch_modes",
     "exchange_memory",
@@ -43,11 +44,13 @@ __all__ = [
     "forward_mode_is_active",
     "function_modes",
     "gradient_hooks",
+    "handling_operations",
     "has_call_hooks",
     "has_gradient_hooks",
     "hooks_behind_accumulation",
     "is_checkpointed",
     "is_compiled",
+    "is_of_compiler",
     "is_optimized",
     "is_saved",
     "is_shared",
@@ -56,6 +59,7 @@ __all__ = [
     "memory_of",
     "next_sequence_number",
     "own_call",
+    "parameter_like",
     "plain_call",
     "pop_dispatch_mode",
     "pop_function_mode",
@@ -152,6 +156,19 @@ pop_dispatch_mode: Callable[[], Any] = dispatch._pop_mode
 #: A mode such as that of fake tensors would take part in copying a generator's state. Since 2.0. Popping the modes one
 #: by one could take its place.
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = dispatch._disable_current_modes
+
+
+#: Return whether classes of tensors handle operations in this thread, by ``__torch_function__``.
+#:
+#: A backward that such a tensor handles runs without, and so would a second run of a layer. Since 2.1. Without it, the
+#: second run of a layer whose weights are of such a class would compute something else.
+classes_handle_operations: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+
+def handling_operations(enabled: bool) -> AbstractContextManager[Any]:
+    """Let classes of tensors handle operations in a ``with`` block, or not; see `classes_handle_operations`."""
+    guard: Any = torch._C._EnableTorchFunction if enabled else torch._C.DisableTorchFunctionSubclass
+    return guard()  # type: ignore[no-any-return]
 
 
 def saved_tensors_hooks_in_use() -> tuple[Any, Any] | None:
@@ -283,6 +300,18 @@ def memory_of(tensor: Tensor) -> torch.UntypedStorage:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+def parameter_like(parameter: Tensor, values: Tensor, *, requires_grad: bool) -> Tensor:
+    """Return a parameter with the memory of ``values``, and of the class of ``parameter``.
+
+    `torch.nn.Parameter` makes such a one for classes of tensors, but not for its own subclasses. Since 2.0. Without it,
+    a model could have no alias of these.
+    """
+    kind = type(parameter)
+    if not issubclass(kind, nn.Parameter):
+        return nn.Parameter(values, requires_grad=requires_grad)
+    return Tensor._make_subclass(kind, values, requires_grad)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share as long as they have the same memory.
 
@@ -295,10 +324,12 @@ def storage_key(tensor: Tensor) -> int:
 def can_move_data(tensor: Tensor, device: torch.device) -> bool:
     """Return whether ``tensor.data`` can be given memory on another device.
 
-    Not every backend lets it; `torch.nn.Module.to` then makes new parameters. Since 2.0. Trying it and catching the
-    error could take its place.
+    Not every backend lets it; `torch.nn.Module.to` then makes new parameters. A tensor that wraps others would leave
+    them where they are. Since 2.1. Trying it and catching the error could take its place, but for such tensors.
     """
-    return bool(torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, dtype=tensor.dtype, device=device)))
+    return not dispatch.is_traceable_wrapper_subclass(tensor) and bool(
+        torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, dtype=tensor.dtype, device=device))
+    )
 
 
 def exchange_memory(tensor: Tensor, other: Tensor) -> None:
@@ -408,6 +439,15 @@ def uses_cuda_graphs(module: nn.Module) -> bool:
     call = module if is_optimized(module) else getattr(module, "_compiled_call_impl", None)
     configuration = getattr(call, "get_compiler_config", lambda: None)()
     return isinstance(configuration, dict) and bool(configuration.get("triton.cudagraphs"))
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Return whether PyTorch's compiler has raised an error.
+
+    Its errors do not say what a pipeline has to do with them. Since 2.0. Importing the classes takes longer than the
+    import of this package.
+    """
+    return type(error).__module__ == "torch._dynamo.exc"
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:

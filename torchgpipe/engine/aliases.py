@@ -7,13 +7,13 @@ alias has memory only while its partition is on its device, see `residence`.
 
 A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
 backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
-aliases are watched.
+aliases are watched; and a pass of the caller that goes through aliases as well as through the output is always refused.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import memory_of, storage_key, versions
+from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.cut import differentiated_by_itself
+from torchgpipe.engine.function import nodes_behind
 from torchgpipe.engine.gradients import sum_of
 from torchgpipe.engine.host_memory import FrozenCopy, HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
@@ -87,7 +88,7 @@ class Aliases:
         streams: tells what must be copied; None if all parameters are on the devices of their partitions
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
-        watched: the partitions in which gradients that do not come from a cell are refused
+        watched: whether gradients that do not come from a cell are refused
         host_memory: takes weights to devices, if they live in host memory
 
     Attributes:
@@ -104,7 +105,7 @@ class Aliases:
         lock: AbstractContextManager[Any],
         *,
         backward: bool,
-        watched: Container[int] = (),
+        watched: bool = False,
         host_memory: HostMemory | None = None,
     ) -> None:
         self._devices, self._streams = devices, streams
@@ -152,7 +153,7 @@ class Aliases:
             values, kept = self.host_memory.alias(parameter, self._devices[j], j)
         else:
             values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
-        alias = nn.Parameter(values, requires_grad=trains)  # It has the memory of the values, and no history.
+        alias = parameter_like(parameter, values, requires_grad=trains)
         self._parameters[alias] = parameter
         if self.host_memory is not None:
             if kept is not None:
@@ -163,7 +164,7 @@ class Aliases:
             self._places[storage_key(alias)] = j, name
         if vars(parameter):
             vars(alias).update(vars(parameter))
-        if trains and j in self._watched:
+        if trains and self._watched:
             alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
         self._by_partition[key] = alias
         self._in_partition[j].append(alias)
@@ -186,6 +187,16 @@ class Aliases:
                 return None
             parameter = tensor
         return self._alias(parameter, j)
+
+    def verify_apart(self) -> None:
+        """Check that the pass of the caller that this thread is in goes through no graph of a cell itself.
+
+        Raises:
+            RuntimeError: it begins at a tensor from the midst of the model as well, whose graph is freed by then.
+        """
+        trained = [alias for aliases in self._of_trained.values() for alias in aliases.values()]
+        if any(map(will_run, nodes_behind(trained))):
+            raise differentiated_by_itself("the model")
 
     def used(self, leaves: Iterable[Tensor]) -> set[Tensor]:
         """Return the parameters that have one of these leaves as an alias."""

@@ -239,9 +239,9 @@ def verify_complete(edges: Iterable[Edge], span: tuple[int, int], where: str) ->
             raise RuntimeError(
                 f"in {where}, {by} takes a tensor that '{name}' has made in another partition or thread, or before the "
                 "call, and that the pipeline has not seen on its way, as with torch.autograd.Function.apply, scripted "
-                "functions, reentrant checkpointing, objects of classes of your own, and thread pools; let one module "
-                "of the spine do it that gets the tensor as an argument, or give a balance that keeps both in one "
-                "partition"
+                "and compiled functions, reentrant checkpointing, objects of classes of your own, and thread pools; "
+                "let one module of the spine do it that gets the tensor as an argument, or give a balance that keeps "
+                "both in one partition"
             )
         users.update({below: node for below, _ in node.next_functions if below is not None})
 

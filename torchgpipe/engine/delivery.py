@@ -19,10 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from torchgpipe.devices.torch_internals import gradient_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.function import Function, accumulate
+from torchgpipe.engine.function import accumulate, nodes_behind
 from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.hooks import has_hooks
-from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.replicas import Replicas
 
 __all__ = ["with_gradients"]
@@ -77,7 +76,7 @@ class _Delivery:
         #: The numbers of the parameters with hooks, or with a graph of their own.
         self._heard = [
             k
-            for k, (parameter, node) in enumerate(zip(parameters, _nodes_behind(parameters)))
+            for k, (parameter, node) in enumerate(zip(parameters, nodes_behind(parameters)))
             if not parameter.is_leaf or has_hooks(parameter, node)
         ]
         #: Gradients that hooks have seen added to in place, each with a copy.
@@ -129,24 +128,6 @@ class _Delivery:
     def _unguard(self) -> None:
         for handle in self._guards:
             handle.remove()
-
-
-class _Ends(Function):
-    """Forward: a phony. Nothing is differentiated here."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        return get_phony(torch.device("cpu"))
-
-
-def _nodes_behind(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the nodes at which the gradients of parameters arrive, as the one node in front of all of them knows them.
-
-    PyTorch's own `get_gradient_edge` makes a view and a node for each parameter, in every step.
-    """
-    with torch.enable_grad():
-        phony: Any = _Ends.apply(*parameters) if parameters else None
-    return [] if phony is None else [node for node, _ in phony.grad_fn.next_functions]
 
 
 def _guard(parameter: Tensor) -> Any:

@@ -22,8 +22,18 @@ from torchgpipe.devices.torch_internals import (
     transforms_are_active,
 )
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.phony import get_phony
 
-__all__ = ["Edge", "Function", "accumulate", "gradients", "refuse_transforms", "unshare", "without_gradient"]
+__all__ = [
+    "Edge",
+    "Function",
+    "accumulate",
+    "gradients",
+    "nodes_behind",
+    "refuse_transforms",
+    "unshare",
+    "without_gradient",
+]
 
 #: Where a graph is entered: a node of autograd, and which of its outputs. It holds no tensor.
 Edge = GradientEdge
@@ -98,3 +108,21 @@ def unshare(parameters: Iterable[Tensor]) -> None:
         grad = parameter.grad
         if grad is not None and grad.layout is torch.strided and shares_memory(grad):
             parameter.grad = grad.clone()
+
+
+class _Ends(Function):
+    """Forward: a phony. Nothing is differentiated here."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return get_phony(torch.device("cpu"))
+
+
+def nodes_behind(parameters: Sequence[Tensor]) -> list[Any]:
+    """Return the nodes at which the gradients of parameters arrive, as the one node in front of all of them knows them.
+
+    PyTorch's own `get_gradient_edge` makes a view and a node for each parameter, in every step.
+    """
+    with torch.enable_grad():
+        phony: Any = _Ends.apply(*parameters) if parameters else None
+    return [] if phony is None else [node for node, _ in phony.grad_fn.next_functions]

@@ -9,15 +9,17 @@ of a cell is one call, with a beginning and an end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from torchgpipe.devices.torch_internals import forget_parametrizations
+from torchgpipe.devices.torch_internals import current_pass, forget_parametrizations, will_run
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.cut import CutGraph
 from torchgpipe.engine.function import Edge
 from torchgpipe.engine.recomputation import entered, roots_of
+from torchgpipe.engine.split_backward import nodes_below
 
 __all__ = ["KeptGraph"]
 
@@ -70,13 +72,23 @@ class KeptGraph:
         if not edges:
             return [None] * len(needed)
         cell = self.cell
-        result = iter(
-            self._cut.differentiate(
-                edges, arrived, cell.call.sink, cell.differentiating, split=split, keep_graph=keep_graph
+        try:
+            result = iter(
+                self._cut.differentiate(
+                    edges, arrived, cell.call.sink, cell.differentiating, split=split, keep_graph=keep_graph
+                )
             )
-        )
+        except RuntimeError as error:
+            if current_pass() >= 0 and any(map(will_run, _operations(edges))):  # The pass of the caller has freed it.
+                raise cell.call.by_itself() from error
+            raise
         return [next(result) if need else None for need in needed]
 
     def differentiate_weights(self) -> None:
         """Run what a split `differentiate` has left, if anything."""
         self._cut.differentiate_weights(self.cell.differentiating)
+
+
+def _operations(edges: Sequence[Edge]) -> list[Any]:
+    """Return the nodes of a graph that no other graph has: all but those at which gradients are accumulated."""
+    return [node for node in nodes_below(list(edges)) if type(node).__name__ != "AccumulateGrad"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import is_checkpointed, memory_of, versions
-from torchgpipe.engine.copy import copy_forward
+from torchgpipe.engine.copy import copy_forward, mark_ready
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
@@ -88,6 +88,13 @@ class Crossing:
                 "another one; give a balance that keeps the buffer's module and its user together"
             )
         self._changed.setdefault(memory_of(tensor).data_ptr(), brought)
+
+    def note_made(self, tensor: Tensor) -> None:
+        """Note what the model has made: on the device of an earlier column, copies would not wait for that."""
+        if self._copies and tensor.device != self._columns.devices[self._frame.column]:
+            source = self._columns.column_of(tensor.device, self._frame.column)
+            if source is not None:
+                mark_ready(self._columns.leaving(source), self._frame.i)
 
     def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""

@@ -101,7 +101,7 @@ class Door:
         visitor = this_thread.visitor
         if visitor is not None and visitor.owner is self.owner:
             return visitor.visit(self, args, kwargs)
-        pipeline = None if torch.compiler.is_compiling() else self.owner()
+        pipeline = None if torch.compiler.is_dynamo_compiling() else self.owner()
         return self.call_module(args, kwargs) if pipeline is None else pipeline.call_outside(self, args, kwargs)
 
     def get_compiler_config(self) -> Any:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
 from torchgpipe.engine.record import End
 from torchgpipe.frames.columns import Columns
@@ -197,7 +199,8 @@ class Frame:
     def _go(self) -> None:
         failed = True
         try:
-            with own_locks():
+            # A model that differentiates makes nodes, which have numbers of this thread only if it is this thread.
+            with own_locks(), torch.autograd.set_multithreading_enabled(False):
                 self.pause_until(0)
                 self._run(self)
             failed = False

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.devices.torch_internals import is_of_compiler
+from torchgpipe.engine.split_backward import nodes_below
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import this_thread
@@ -16,7 +19,10 @@ from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
 from torchgpipe.model.values import each, mapped
 
-__all__ = ["Glue"]
+__all__ = ["Glue", "explain_compiler"]
+
+#: What takes a device as its second argument, where other operations may have a number or a word.
+_TO = {torch.Tensor.to, torch.Tensor.cuda}
 
 
 class Glue(TorchFunctionMode):
@@ -40,25 +46,32 @@ class Glue(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame, kwargs = self._frame, kwargs or {}
+        # The compiler would keep what it finds here. `is_compiling` is true in all threads while one of them compiles.
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
         # A pipeline within the model has visitors of its own, and carries this mode to its threads.
         is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
-        if not frame.column or is_elsewhere or func in OF_THE_ORIGINAL:
+        if is_elsewhere or func in OF_THE_ORIGINAL:
+            return func(*args, **kwargs)
+        # A device that the model names, or has remembered, is that of another column, as soon as there are several.
+        if self._is_of_a_column(kwargs.get("device")):
+            kwargs = {**kwargs, "device": self._devices[frame.column]}
+        if func in _TO and len(args) > 1 and self._is_of_a_column(args[1]):
+            args = (args[0], self._devices[frame.column], *args[2:])
+        if not frame.column:
             return func(*args, **kwargs)
         if func in DIFFERENTIATES:
+            if func is torch.autograd.grad and self._is_of_this_column(args, kwargs):
+                return func(*args, **kwargs)
             raise RuntimeError(
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
-                "cut; give a balance that keeps what it differentiates in one partition"
+                "cut; give a balance that keeps what it differentiates in one partition, or let one module do all of it"
             )
         original: Any = args[0] if args else None
         args = mapped(args, self._crossing.bring_operand)
         out = kwargs.get("out")
         if kwargs:
             kwargs = mapped(kwargs, self._crossing.bring_operand)
-            # A device that the model has remembered from an earlier column.
-            if kwargs.get("device") in self._devices:
-                kwargs = {**kwargs, "device": self._devices[frame.column]}
-        if len(args) > 1 and isinstance(args[1], torch.device) and args[1] in self._devices:
-            args = (args[0], self._devices[frame.column], *args[2:])
         is_brought = isinstance(original, Tensor) and original is not args[0]
         if is_brought and changes_shape(func):
             where = self._columns.names[frame.column]
@@ -73,4 +86,30 @@ class Glue(TorchFunctionMode):
         if out is not None:
             for _, tensor in each(out):
                 self._crossing.note_change(tensor)
+        if isinstance(result, Tensor):
+            self._crossing.note_made(result)
         return result
+
+    def _is_of_this_column(self, args: Any, kwargs: Any) -> bool:
+        """Return whether all paths that `torch.autograd.grad` looks for are in the graph of this column."""
+        given = args, kwargs
+        if mapped(given, self._crossing.bring_operand) is not given:
+            return False
+        named = {**dict(zip(("outputs", "inputs"), args)), **kwargs}
+        # What has been computed here is not reached through an import; a leaf may have been used anywhere.
+        has_leaves = any([tensor.grad_fn is None for _, tensor in each(named["inputs"])])
+        roots = [get_gradient_edge(tensor) for _, tensor in each(named["outputs"]) if tensor.requires_grad]
+        return not has_leaves or not any([type(node).__name__ == "EnterBackward" for node in nodes_below(roots)])
+
+    def _is_of_a_column(self, value: Any) -> bool:
+        return isinstance(value, (torch.device, str, int)) and torch.device(value) in self._devices
+
+
+def explain_compiler(error: BaseException) -> None:
+    """Add a note to an error of the compiler, which knows nothing of columns."""
+    if is_of_compiler(error):
+        error.add_note(
+            "between two modules, compiled functions take tensors as they are, of any device: call them in a module "
+            "that gets these as arguments; each device has graphs of its own: raise "
+            "torch._dynamo.config.recompile_limit; under offload, operations are watched: leave out fullgraph=True"
+        )

@@ -93,6 +93,28 @@ class Reading(NamedTuple):
     items_are_rows: bool
 
 
+class _Part(NamedTuple):
+    """A tensor or a list in the sample.
+
+    Attributes:
+        path: its path
+        length: its rows or items
+        is_tensor: whether it is a tensor
+        of_tensors: whether it is a list of tensors, and None
+    """
+
+    path: str
+    length: int
+    is_tensor: bool
+    of_tensors: bool
+
+    @staticmethod
+    def of(path: str, value: Any) -> _Part:
+        is_tensor = isinstance(value, Tensor)
+        of_tensors = not is_tensor and all([isinstance(item, Tensor) or item is None for item in value])
+        return _Part(path, _length(value), is_tensor, of_tensors)
+
+
 class Splitter:
     """Splits arguments by name.
 
@@ -140,20 +162,20 @@ class Splitter:
             raise ValueError(
                 f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
             )
-        self._parts = parts
+        # No tensors, or every copy and pickle of the model would have the sample.
+        self._parts = [_Part.of(path, value) for path, value in parts]
         self.read(self.readings[0] if self.readings else Reading("", 0, False))
 
     def read(self, reading: Reading) -> None:
         """Read the sample in this way: decide what is split."""
         self.batch, self.rows, items_are_rows = reading
         #: For each path in the sample, whether it is split.
-        self._split = {path: _length(value) == self.rows > 0 for path, value in self._parts}
-        for path, value in self._parts:
-            if type(value) is list and self._split[path]:
-                inner = [name for name in self._split if name.startswith(f"{path}[")]
-                of_tensors = bool(inner) and all([isinstance(item, Tensor) or item is None for item in value])
-                if of_tensors and all([self._split[name] for name in inner]) and not items_are_rows:
-                    self._split[path] = False  # Each item has all rows.
+        self._split = {part.path: part.length == self.rows > 0 for part in self._parts}
+        for part in self._parts:
+            if not part.is_tensor and self._split[part.path]:
+                inner = [name for name in self._split if name.startswith(f"{part.path}[")]
+                if inner and part.of_tensors and all([self._split[name] for name in inner]) and not items_are_rows:
+                    self._split[part.path] = False  # Each item has all rows.
                 else:
                     self._split.update(dict.fromkeys(inner, False))
 
@@ -221,10 +243,10 @@ class Splitter:
 
     def decisions(self) -> str:
         """Say what is split and how, for errors."""
-        items = [path for path, value in self._parts if type(value) is list and self._split[path]]
-        tensors = [path for path, value in self._parts if isinstance(value, Tensor) and self._split[path]]
+        items = [part.path for part in self._parts if not part.is_tensor and self._split[part.path]]
+        tensors = [part.path for part in self._parts if part.is_tensor and self._split[part.path]]
         tensors = [path for path in tensors if not path.startswith(tuple([f"{item}[" for item in items]))]
-        whole = [path for path, value in self._parts if isinstance(value, Tensor) and not self._split[path]]
+        whole = [part.path for part in self._parts if part.is_tensor and not self._split[part.path]]
         said = [f"split along dimension 0: {tensors}"] if tensors else []
         said += [f"lists with an item for each row: {items}"] if items else []
         said += [f"passed whole: {sorted({*whole, *self._whole})}"] if whole or self._whole else []

@@ -30,6 +30,7 @@ from torchgpipe.engine.residence import watch
 from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
@@ -198,8 +199,13 @@ class MiniBatch:
             self._columns.streams.current(computing.device).wait(computing.mark())
 
     def watch_inputs(self, inputs: Any) -> None:
-        """Note the versions of the caller's tensors, of which backward uses the memory."""
-        self._callers = [(weakref.ref(tensor), versions([tensor])[0]) for _, tensor in each(inputs)]
+        """Note the versions of the caller's tensors whose memory backward uses; of others there is a copy."""
+        streams, first = self._columns.streams, self._columns.devices[0]
+        self._callers = [
+            (weakref.ref(tensor), versions([tensor])[0])
+            for _, tensor in each(inputs)
+            if (device := streams.device_of(tensor)) is None or not streams.moves(device, first)
+        ]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves that the graphs of all cells end in."""
@@ -235,6 +241,7 @@ class MiniBatch:
                 frame.advance(j)
         except BaseException as error:
             inside = f"'{frame.module}'" if frame.module else self._model
+            explain_compiler(error)
             error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
 

@@ -95,6 +95,7 @@ class Outer(Function):
             )
         if not keep:
             ctx.mini_batch = None
+        mini_batch.aliases.verify_apart()
         try:
             for export, grad in zip(ctx.exports, grads):
                 export.add(grad)

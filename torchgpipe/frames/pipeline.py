@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
+from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
@@ -100,6 +101,8 @@ class Pipeline:
         self._slots: list[tuple[weakref.ref[nn.Module], str, int]] = []
         #: Whether modules have hooks, which may see what they return.
         self._has_hooks = False
+        #: Whether a mini-batch was trained by a call.
+        self._has_trained = False
         #: The kinds of mini-batches whose graphs were verified, and their operations on weights in host memory; see
         #: `verify_complete` and `watch`.
         self._verified: set[Any] = set()
@@ -129,10 +132,12 @@ class Pipeline:
         numbers = joiner(settings, batch)
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
-        with self.aliased(backward=backward) as aliases:
+        # The study does not see every way that tensors leave a model, such as a list of the caller's.
+        with self.aliased(backward=backward, watches=not self._has_trained) as aliases:
             mini_batch = self._mini_batch(batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.arguments))
+        self._has_trained |= backward
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
@@ -272,11 +277,10 @@ class Pipeline:
         devices = self.settings.devices
         if self.host_memory is not None:
             self.host_memory.keep_frozen(weights_of(slots), devices)
-        # What a hook has seen in a later column leads to an import, which refuses gradients from elsewhere.
-        columns = len(devices) if watches or self.settings.study.keeps_tensors else int(self._has_hooks)
-        return self._aliases_of(slots, backward=backward, watched=range(0 if alone else columns))
+        watched = not alone and (watches or self.settings.study.keeps_tensors or self._has_hooks)
+        return self._aliases_of(slots, backward=backward, watched=watched)
 
-    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: Container[int] = ()) -> Aliases:
+    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: bool = False) -> Aliases:
         memory = self.host_memory
         if memory is not None:
             memory.streams = self.streams
@@ -429,7 +433,11 @@ class Pipeline:
             visitor if columns.copies else nullcontext(),
             OnDemand(aliases, columns.computing) if self.host_memory is not None else nullcontext(),
         ):
-            yield aliases
+            try:
+                yield aliases
+            except BaseException as error:
+                explain_compiler(error)
+                raise
 
     def mini_batch_for_proof(
         self, batch: SplitBatch, finish: Finish, aliases: Aliases, patience: float, *, backward: bool = True

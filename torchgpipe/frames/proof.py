@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
@@ -306,7 +307,7 @@ class FramesProof(Proof):
                 mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
                 mini_batch.run_columns_forward()
             except Exception as error:
-                if _is_ours(error):
+                if _is_ours(error) or is_of_compiler(error):
                     raise
                 raise self._fails(error) from error
             where = f"when it leaves {settings.labels[-1]}; {_look(self._module)}"
@@ -335,7 +336,7 @@ class FramesProof(Proof):
                     self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
                 ).run_forward_half()
         except Exception as error:
-            if not _is_ours(error):
+            if not (_is_ours(error) or is_of_compiler(error)):
                 raise self._fails(error) from error
             self.skip(f"evaluation, which the pipeline refuses ({error})")
             return

@@ -137,6 +137,8 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
         for _, tensor in each((args, kwargs)):
             self.last[id(tensor)] = self.now
             if id(tensor) in self.before:

@@ -104,7 +104,6 @@ class Traveller:
                 f"{names[frame.column]}, which it did not do with the sample; give a sample that takes this way, or a "
                 f"balance that keeps '{name}' and what is called before it in one partition"
             )
-        self._current_stream.close()
         self._crossing.forget()
         frame.pause_until(column)
         self._current_stream.enter_context(self._columns.computing[column].use())
@@ -144,6 +143,7 @@ class Traveller:
 
     def _apart(self, door: Door, tensor: Tensor) -> Tensor:
         """Return a tensor that a module has returned, or a copy of what the module keeps; see `model.state`."""
+        self._crossing.note_made(tensor)
         copy = apart(door.module, tensor)
         if copy is not tensor:
             self._copies.append((door.name, copy))
@@ -257,18 +257,28 @@ class InOnePiece(TorchFunctionMode):
         self.owner = owner
         self._columns = columns
         self._change = columns.copier(columns.devices[0])
+        self._is_off = False
 
     def bring(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
-        return mapped(value, self._change)
+        return mapped(value, self._brought)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
         self._change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_exchanged(args, kwargs, self._change)
+        return door.call_exchanged(args, kwargs, self._brought)
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        self._is_off = True  # Asked for its device, a tensor would tell where it is needed.
+        try:
+            return self._change(tensor)
+        finally:
+            self._is_off = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling() or self._is_off:
+            return func(*args, **kwargs)
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **kwargs)
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.

@@ -185,7 +185,7 @@ def _exchange(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     real = nn.Parameter(memory, parameter.requires_grad)
     # Class and attributes are exchanged as well. Without these copies they would go with the old memory.
     real.__class__ = type(parameter)
-    vars(real).update(vars(parameter))
+    vars(real).update({name: value for name, value in vars(parameter).items() if name not in vars(real)})
     exchange_memory(parameter, real)
 
 

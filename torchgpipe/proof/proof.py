@@ -338,8 +338,8 @@ class Proof(ABC):
         except Exception as error:
             if ran_out_of_memory(error):
                 raise
-            mode = "training" if self._module.training else "evaluation"
-            self.skip(f"gradients in {mode}, because the plain model cannot be differentiated ({_said(error)})")
+            if not any([reason.startswith("gradients") for reason in self.comparison.skipped]):
+                self.skip(f"gradients, because the plain model cannot be differentiated ({_said(error)})")
             return False
         return True
 

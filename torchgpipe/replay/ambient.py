@@ -19,9 +19,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.devices.torch_internals import (
+    classes_handle_operations,
     current_pass,
     dispatch_modes,
     function_modes,
+    handling_operations,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,
@@ -49,6 +51,7 @@ class Ambient:
         "_dispatch_modes",
         "_function_modes",
         "_grad_enabled",
+        "_handles_operations",
         "_inference",
         "_phase",
         "_saved_tensors_hooks",
@@ -64,6 +67,7 @@ class Ambient:
         self._saved_tensors_hooks = saved_tensors_hooks_in_use()
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
+        self._handles_operations = classes_handle_operations()
         self._context = contextvars.copy_context()
         self._phase = current_phase()
         #: By thread, the last backward pass in which the thread had these settings already.
@@ -123,6 +127,8 @@ class Ambient:
             yield _modes(self._function_modes, function_modes, push_function_mode, pop_function_mode)
         if self._dispatch_modes or dispatch_modes():
             yield _modes(self._dispatch_modes, dispatch_modes, push_dispatch_mode, pop_dispatch_mode)
+        if classes_handle_operations() != self._handles_operations:
+            yield handling_operations(self._handles_operations)
         if current_phase() != self._phase:
             yield enter_phase(self._phase)
 

@@ -434,8 +434,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     results = spend(call, queue);
   } else {
     call.draw();
-    call.find_uses();
     if (asynchronous) shapes = shapes_of(call);
+    call.find_uses();  // Behind the shapes: an out= that has got its size there, as in arange, has memory only now.
     if (shapes) {
       auto [values, fresh] = allocate(*shapes, call);
       auto later = std::make_shared<Later>(call);  // Sizes may have changed, so the spans come last.
