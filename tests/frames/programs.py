@@ -156,6 +156,11 @@ class Run:
         x, other = unpacked(self.model.parts[self.next - 1](value))
         return x + other
 
+    def call_again(self, x: Tensor, k: int) -> Tensor | None:
+        """Call a module that was called before, perhaps in an earlier partition."""
+        called = self.model.parts[: self.next]
+        return sum(unpacked(called[k % len(called)](x)), x) if called else None
+
     def loss(self) -> Tensor:
         return self.x.square().sum() if self.model.sums else self.x.square().mean()
 
@@ -181,6 +186,7 @@ def move(name: str) -> Callable[[Callable[[Run, Tensor, Tensor, int], Tensor | N
 move("call")(lambda run, x, y, k: run.call(x))
 move("call with")(lambda run, x, y, k: run.call(PACKS[k % len(PACKS)](x, y)))
 move("call twice")(lambda run, x, y, k: run.call(run.call(x), again=True) if run.next < len(run.model.parts) else None)
+move("again")(lambda run, x, y, k: run.call_again(x, k))
 move("call in loop")(lambda run, x, y, k: sum([run.call(x * factor) for factor in range(1, 2 + k % 2)], x))
 move("call that remembers")(lambda run, x, y, k: run.call({"x": x, "others": (y,), "memory": run.memory}))
 move("remembered")(lambda run, x, y, k: x * run.memory[k % len(run.memory)].sigmoid() if run.memory else None)
@@ -375,6 +381,8 @@ def programs(draw: st.DrawFn) -> Program:
     calls = [k for k, (name, _) in enumerate(moves) if name.startswith("call")]
     for _ in range(len(parts) - len(calls)):
         moves.insert(draw(st.integers(0, len(moves))), ("call", 0))
+    if draw(st.booleans()):  # when the last partition has begun
+        moves.append(("again", draw(numbers)))
     torch.manual_seed(draw(st.integers(0, 1000)))
     program = Program(moves, parts, tied=draw(st.booleans()))
     return program if any([name == "autocast" for name, _ in moves]) else program.double()

@@ -181,12 +181,12 @@ class Aliases:
 
     def at(self, tensor: Tensor, j: int) -> Tensor | None:
         """Return the alias in partition ``j`` of a parameter, given it or an alias of it; None for others."""
-        parameter = self._parameters.get(tensor)
-        if parameter is None:
-            if (id(tensor), j) not in self._by_partition:
-                return None
-            parameter = tensor
-        return self._alias(parameter, j)
+        is_known = tensor in self._parameters or (id(tensor), j) in self._by_partition
+        return self.make(tensor, j) if is_known else None
+
+    def make(self, tensor: Tensor, j: int) -> Tensor:
+        """Return the alias in partition ``j`` of a parameter of the model, given it or an alias of it."""
+        return self._alias(self._parameters.get(tensor, tensor), j)
 
     def verify_apart(self) -> None:
         """Check that the pass of the caller that this thread is in goes through no graph of a cell itself.

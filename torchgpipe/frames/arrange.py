@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ def arrange(
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)
-    for part in spine:
-        part.seconds = min([traced.seconds(part.modules) for traced in traces])
+    for part, *seconds in zip(spine, *[_seconds(spine, traced) for traced in traces]):
+        part.seconds = min(seconds)
     if len(spine) < n:
         raise ValueError(_too_short(spine, n))
     counts = _counts(module, spine, n, balance)
@@ -73,18 +74,31 @@ def arrange(
     doors.verify_stored()
     doors.verify_drawn()
     recomputed = doors.recomputed(checkpoint)
+    names = doors.coarser() | recomputed
     return Settings(
         devices=[devices[members[0]] for members in columns],
         members=columns,
         labels=[_label(partitions, members) for members in columns],
         parts=[[part.name for j in members for part in partitions[j].parts] for members in columns],
-        doors=doors.coarser() | recomputed,
+        doors=names,
         homes=doors.homes(),
+        again=doors.again(names),
         recomputed={*recomputed},
         study=replace(studied, traces=[]),
         layout=Layout(partitions, _tied(module)),
         **settings,
     )
+
+
+def _seconds(spine: list[Part], traced: Trace) -> list[float]:
+    """Return the time of each part. A later call of a module counts for the part that the model has come to."""
+    places = {name: k for k, part in enumerate(spine) for name in part.modules}
+    seconds, k, end = [0.0] * len(spine), 0, -1
+    for call in traced.calls:
+        if call.name in places and call.start > end:
+            k, end = max(k, places[call.name]), call.end
+            seconds[k] += call.seconds
+    return seconds
 
 
 def _too_short(spine: list[Part], n: int) -> str:
@@ -95,9 +109,16 @@ def _too_short(spine: list[Part], n: int) -> str:
         )
     names = ", ".join([f"'{part.name}'" for part in spine])
     largest = max(spine, key=lambda part: part.parameters)
+    why = "which cannot be opened"
+    if largest.again:
+        why = (
+            f"whose modules cannot be kept apart, as '{largest.again}' is called again after others, and has more than "
+            "weights: buffers or attributes that may change, or a forward of its own, as by torch.compile(module); for "
+            "later calls, take another module that shares the weights, or functional.linear(x, self.head.weight)"
+        )
     return (
         f"the spine of the model has {len(spine)} parts that can be kept apart ({names}), fewer than the {n} "
-        f"partitions; the largest is '{largest.name}', which cannot be opened; ask for {len(spine)} partitions"
+        f"partitions; the largest is '{largest.name}', {why}; or ask for {len(spine)} partitions"
     )
 
 
@@ -198,11 +219,19 @@ class _Doors:
         }
         #: For each module of the spine, its column.
         self._columns = {name: column for name, (column, _) in places.items()}
-        self._starts = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
+        entered = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
+        self._times = [0, *[start for start, _ in entered]]
+        #: The column and the partition that the run had come to at each of these times.
+        self._reached = [*accumulate([place for _, place in entered], max, initial=(0, 0))]
 
     def _place_at(self, time: int) -> tuple[int, int]:
-        """Return the column and the partition of the door that was entered last before a time of the trace."""
-        return next((place for start, place in reversed(self._starts) if start <= time), (0, 0))
+        """Return the column and the partition that a run has come to at a time of the trace."""
+        return self._reached[bisect_right(self._times, time) - 1]
+
+    def again(self, doors: Mapping[str, int]) -> set[str]:
+        """Return the names of those of ``doors`` that a run comes to again in a later column."""
+        calls = [call for call in self._traced.calls if call.name in doors]
+        return {call.name for call in calls if doors[call.name] < self._place_at(call.start)[0]}
 
     def homes(self) -> dict[str, int]:
         """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Set
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import own_call
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.record import Listener
-from torchgpipe.frames.door import Owner
+from torchgpipe.frames.door import Door, Owner
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.settings import Settings, name_of
+from torchgpipe.frames.twin import may_have_twin, twin_of
 
 __all__ = ["Columns", "Shared", "copier"]
 
@@ -89,6 +91,8 @@ class Shared(NamedTuple):
         buffers: the ids of the model's buffers
         owner: the identity of the pipeline
         crossed: what the first micro-batch has carried from partition to partition
+        again: the names of the modules that are called again in later columns
+        twins: the twins of these modules, by their names and columns
     """
 
     columns: Columns
@@ -96,6 +100,19 @@ class Shared(NamedTuple):
     buffers: Set[int]
     owner: Owner
     crossed: list[Crossed]
+    again: Set[str]
+    twins: dict[tuple[str, int], nn.Module]
+
+    def here(self, door: Door, column: int) -> Door:
+        """Return the door that leads to a module in ``column``: that of a twin, if the module is called again there."""
+        if door.column >= column or door.name not in self.again:
+            return door
+        if (door.name, column) not in self.twins:  # All micro-batches of a column have one thread at a time.
+            if not may_have_twin(door.module):
+                return door  # It has taken the place of another since the sample.
+            copied = self.columns.copier(self.columns.devices[column])
+            self.twins[door.name, column] = twin_of(door.module, column, self.aliases, copied)
+        return cast(Door, own_call(self.twins[door.name, column]))
 
 
 def copier(

@@ -19,12 +19,14 @@ class Part:
         modules: the names of its modules
         parameters: the number of elements of its parameters
         size: the bytes of its parameters and buffers
+        again: the module that is called again after others and so holds them together; '' if there is none
         seconds: the time of its forward on the sample
     """
 
     modules: list[str]
     parameters: int
     size: int
+    again: str = ""
     seconds: float = 0.0
 
     @property

@@ -327,7 +327,7 @@ class Pipeline:
             f"{type(module).__name__}.forward",
             inputs,
             finish,
-            Shared(columns, aliases, buffers, self.identity, []),
+            Shared(columns, aliases, buffers, self.identity, [], settings.again, {}),
             random_numbers,
             actions,
             backward=backward,

@@ -32,6 +32,7 @@ class Settings:
         parts: for each column, the names of its parts of the spine
         doors: for each module of the spine, its column
         homes: for each parameter and buffer outside of these modules, its column
+        again: the names of modules of the spine that the sample calls again in later columns
         recomputed: the names of modules that keep only their inputs, and run again at backward
         schedule: the schedule of a step
         loss_fn: the loss function of a step, or None
@@ -52,6 +53,7 @@ class Settings:
     parts: list[list[str]]
     doors: dict[str, int]
     homes: dict[str, int]
+    again: set[str]
     recomputed: set[str]
     schedule: Schedule
     loss_fn: Callable[..., Any] | None

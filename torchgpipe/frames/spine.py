@@ -6,15 +6,16 @@ coarse:
     GPT2LMHeadModel ──► transformer ──► wte │ wpe │ h.0 │ h.1 │ ... │ ln_f    opened, for elements of a ModuleList
                     └─► lm_head                                               not opened, for it has no parts
 
-A part of the spine is one module, or several that cannot be kept apart, because one of them is called again after
-another. The spine follows from the structure and the parameters alone, so every process and every copy finds the same.
+A part of the spine is one module. A module that is called again later computes where the model is by then, see `twin`;
+one that cannot, such as a batch norm, is one part with all that is called in between. The spine follows from the
+structure and the parameters alone, so every process and every copy finds the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from torchgpipe.devices.torch_internals import (
 )
 from torchgpipe.frames.layout import Part
 from torchgpipe.frames.operations import changes_shape, changes_values
+from torchgpipe.frames.twin import may_have_twin
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.values import each
 
@@ -102,10 +104,6 @@ class Trace:
     drawn: list[tuple[torch.Generator, int]]
     labels: tuple[str, int] | None
     epsilon: float
-
-    def seconds(self, names: Collection[str]) -> float:
-        """Return the time of all calls of these modules."""
-        return sum([call.seconds for call in self.calls if call.name in names])
 
 
 class _Uses(TorchFunctionMode):
@@ -345,6 +343,13 @@ class _Spine:
             name: sum([parameter.numel() for parameter in self._modules[name].parameters()]) for name in self._calls
         }
         self._total = max(1, self._size[""])
+        state = [f"{stored.module}." for stored in traced.stored]
+        #: The modules that are called several times, and whose later calls need not be where the first one is.
+        self._again = {
+            name
+            for name, calls in self._calls.items()
+            if len(calls) > 1 and may_have_twin(self._modules[name]) and not _holds(name, state)
+        }
 
     def parts(self, opened: list[str]) -> list[Part]:
         spine = self._inner("")
@@ -410,14 +415,16 @@ class _Spine:
                 groups[-1].append(name)
             else:
                 groups.append([name])
-            end = max(end, *[call.end for call in calls])
+            end = max(end, *[call.end for call in (calls[:1] if name in self._again else calls)])
         return groups
 
     def _part(self, group: list[str]) -> Part:
         modules = [self._modules[name] for name in group]
         parameters = {parameter for module in modules for parameter in module.parameters()}
         buffers = {buffer for module in modules for buffer in module.buffers()}
-        return Part(group, sum([parameter.numel() for parameter in parameters]), bytes_of((*parameters, *buffers)))
+        again = next((name for name in group[:-1] if len(self._calls[name]) > 1 and name not in self._again), "")
+        elements = sum([parameter.numel() for parameter in parameters])
+        return Part(group, elements, bytes_of((*parameters, *buffers)), again)
 
 
 def _holds(name: str, wanted: list[str]) -> bool:

@@ -52,7 +52,7 @@ class Traveller:
 
     def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, rest: FrameRest | None) -> None:
         self.frame, self.owner = frame, shared.owner
-        self._columns, self._rest = shared.columns, rest
+        self._shared, self._columns, self._rest = shared, shared.columns, rest
         self._keep = None if rest is None else rest.keep
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns)
@@ -115,8 +115,9 @@ class Traveller:
         if len(self._columns.devices) == 1:
             return door.call_module(args, kwargs, self._keep)
         if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
-            return door.call_module(args, kwargs)
+            return self._shared.here(door, frame.column).call_module(args, kwargs)
         with self._without_glue():
+            door = self._shared.here(door, frame.column)
             rest = None if door.column == frame.column else self._rest
             with nullcontext() if rest is None else rest.until(door.column, (args, kwargs)):
                 self.go_to(door.column, door.name)
@@ -220,7 +221,7 @@ class RecomputationVisitor:
 
     def __init__(self, shared: Shared, column: int) -> None:
         self.owner = shared.owner
-        self._columns, self._column = shared.columns, column
+        self._shared, self._columns, self._column = shared, shared.columns, column
 
     def bring(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
@@ -232,6 +233,7 @@ class RecomputationVisitor:
         Raises:
             RuntimeError: the module belongs to another device.
         """
+        door = self._shared.here(door, self._column)
         if not self._columns.copies:
             return door.call_module(args, kwargs)
         if self._columns.crosses(self._column, door.column):
