@@ -5,8 +5,8 @@ by noise, integers by those of other places, or others up to the largest. Some t
 as the ids of positions; and there is no telling whether a tensor of zeros and ones says which positions count. These
 stay, unless nothing else can be varied. Masks stay as they are.
 
-Labels that a loss leaves out are put in unevenly, where a row has several, so that the means over rows, over labels, and
-over the labels that models compare with (all but the first of each row) differ:
+Labels that a loss leaves out are put in unevenly, where a row has several, so that the means over rows, over labels,
+and over the labels that models compare with (all but the first of each row) differ:
 
     row of micro-batch 0    the labels in places 0 and 1; then only the label in place 0
     row of micro-batch 1    the label in place 1; then only the label in place 2
