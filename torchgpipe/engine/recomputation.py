@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -46,9 +47,10 @@ class Recomputation:
         cell = self.cell
         # The last cell of a step computes a loss.
         self._run = Run(cell.call.layers, leaves, type(cell).__name__)
-        with cell.recorded("forward"), self._run.first():
-            outputs = cell.compute(leaves)
-            self._run.outputs.note(outputs)
+        with cell.recorded("forward"):
+            outputs = self._run.first(partial(cell.compute, leaves))
+            if self._run.is_compared:
+                self._run.note(outputs)
         return outputs
 
     @property
@@ -80,8 +82,8 @@ class Recomputation:
         # A program may hold generators for this backward, which the caller's settings do not know of.
         locks = own_locks() if call.in_program else nullcontext()
         # The engine enters no device for a node whose outputs are on the host.
-        with call.stream.use(), locks, self._run.second():
-            outputs = cell.compute(leaves)
+        with call.stream.use(), locks:
+            outputs = self._run.second(partial(cell.compute, leaves))
             self._run.compare(outputs)
         call.forget_casts()
         for leaf in leaves:

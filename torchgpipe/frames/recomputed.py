@@ -107,7 +107,7 @@ class _Runs:
     @property
     def are_compared(self) -> bool:
         """Whether what the two runs return is to be compared."""
-        return self._run.outputs.is_due
+        return self._run.is_compared
 
     def __call__(self) -> Any:
         if self._first is not None:
@@ -123,9 +123,9 @@ class _Runs:
     def _first_run(self) -> Any:
         assert self._first is not None
         (args, kwargs), self._first = self._first, None
-        with self._run.first():
-            output = self._call(*args, **kwargs)
-            self._run.outputs.note(_tensors(output))
+        output = self._run.first(lambda: self._call(*args, **kwargs))
+        if self._run.is_compared:
+            self._run.note(_tensors(output))
         if self._keep is not None:
             self._args, self._kwargs = self._exchanged(self._let_rest)
             self._keep = None  # It leads to the frame.
@@ -161,12 +161,15 @@ class _Runs:
                 f"'{self._name}' is not what it was at forward (an input was changed in place since), so recomputation "
                 "would give other gradients; give it a copy (input.clone()), or leave it out of checkpoint"
             )
-        with saved_tensors_hooks(*hooks), self._run.second():
-            if self._rested:
-                args, kwargs = self._exchanged(self._come_back)
-            else:
-                args, kwargs = copied(self._args), copied(self._kwargs)
-            self._run.compare(_tensors(self._call(*args, **kwargs)))
+        with saved_tensors_hooks(*hooks):
+            self._run.compare(_tensors(self._run.second(self._call_again)))
+
+    def _call_again(self) -> Any:
+        if self._rested:
+            args, kwargs = self._exchanged(self._come_back)
+        else:
+            args, kwargs = copied(self._args), copied(self._kwargs)
+        return self._call(*args, **kwargs)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -17,60 +17,37 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import dispatch_modes
-
-__all__ = ["Comparison"]
+__all__ = ["compared", "difference_of", "sums"]
 
 _EPS = 64
 
-#: By module, the structures of inputs of which both runs have returned the same.
-_equal: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
 
-class Comparison:
-    """What a first run returns, if that is to be compared.
+def compared(module: nn.Module) -> set[Hashable]:
+    """Return the structures of inputs of which both runs of a module have returned the same, to be added to."""
+    return _compared.setdefault(module, set())
+
+
+def difference_of(before: Sequence[Tensor | None], outputs: Iterable[Tensor | None]) -> str | None:
+    """Return what is in the place of the outputs of a first run, or None if nothing differs.
 
     Args:
-        module: the module that runs
-        kind: what tells runs of the module apart, beside their inputs
-        inputs: its inputs
-
-    Attributes:
-        is_due: whether the outputs are to be compared
+        before: the sums of the outputs of the first run
+        outputs: the outputs of the second
     """
-
-    __slots__ = ("_key", "_module", "_sums", "is_due")
-
-    def __init__(self, module: nn.Module, kind: Hashable, inputs: Iterable[Tensor | None]) -> None:
-        self._module, self._sums = module, list[Tensor | None]()
-        self._key = (kind, module.training, *[None if x is None else (x.shape, x.dtype) for x in inputs])
-        # A dispatch mode would see the sums, and tensors of some modes have no values.
-        self.is_due = self._key not in _equal.get(module, ()) and not dispatch_modes()
-
-    def note(self, outputs: Iterable[Tensor | None]) -> None:
-        """Note what the first run has returned."""
-        if self.is_due:
-            self._sums = [_sums(output) for output in outputs]
-
-    def difference(self, outputs: Sequence[Tensor | None]) -> str | None:
-        """Return what the second run has returned in place of what the first had, or None."""
-        if not self.is_due or self._key in _equal.get(self._module, ()):
-            return None
-        for k, (before, output) in enumerate(zip(self._sums, outputs)):
-            now = _sums(output)
-            if before is not None and now is not None and output is not None:
-                (*firsts, norm), (*seconds, _) = before.tolist(), now.tolist()
-                tolerance = _EPS * (torch.finfo(output.dtype).eps * norm + torch.finfo(now.dtype).eps * firsts[1])
-                for first, second in zip(firsts, seconds):
-                    if abs(first - second) > tolerance:
-                        return (
-                            f"output {k}, of shape {tuple(output.shape)}, sums to {second:.6g} instead of {first:.6g}"
-                        )
-        _equal.setdefault(self._module, set()).add(self._key)
-        return None
+    for k, (noted, output) in enumerate(zip(before, outputs)):
+        found = sums(output)
+        if noted is not None and found is not None and output is not None:
+            (*firsts, norm), (*seconds, _) = noted.tolist(), found.tolist()
+            tolerance = _EPS * (torch.finfo(output.dtype).eps * norm + torch.finfo(found.dtype).eps * firsts[1])
+            for first, second in zip(firsts, seconds):
+                if abs(first - second) > tolerance:
+                    return f"output {k}, of shape {tuple(output.shape)}, sums to {second:.6g} instead of {first:.6g}"
+    return None
 
 
-def _sums(output: Tensor | None) -> Tensor | None:
+def sums(output: Tensor | None) -> Tensor | None:
     """Return a sum and a sum of absolute values, both with weights that tell elements apart, and the norm."""
     if output is None or output.layout is not torch.strided or not (output.is_floating_point() or output.is_complex()):
         return None

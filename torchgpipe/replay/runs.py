@@ -13,21 +13,24 @@ the settings of the caller, which `Ambient.run` enters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.torch_internals import current_pass, forget_parametrizations, versions
+from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
 from torchgpipe.replay.exclusive import exclusive
 from torchgpipe.replay.found import Found
-from torchgpipe.replay.outputs import Comparison
+from torchgpipe.replay.outputs import compared, difference_of, sums
 from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn, RandomStates
 from torchgpipe.replay.state import Before, State
 
 __all__ = ["Layers", "Run"]
+
+T = TypeVar("T")
 
 
 class Layers:
@@ -54,9 +57,10 @@ class Layers:
         otherwise: str,
     ) -> None:
         self.random, self.where, self.copying, self.otherwise = random, where, copying, otherwise
-        self.first = modules[0]
         self._found = Found(modules)
         self.state = State(modules)
+        #: The structures of inputs of which outputs have been compared.
+        self.compared = compared(modules[0])
         # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
         owned = {
             parameter: None for _, _, named in self._found.layers for _, parameter in named if parameter is not None
@@ -96,27 +100,28 @@ class Run:
         kind: what tells runs of these layers apart, beside their inputs
 
     Attributes:
-        outputs: compares what the two runs return
+        is_compared: whether what the two runs return is to be compared
     """
 
-    __slots__ = ("_drawn", "_inputs", "_layers", "_state", "_versions", "outputs")
+    __slots__ = ("_inputs", "_kept", "_layers", "_structure", "_sums", "_versions", "is_compared")
 
     def __init__(self, layers: Layers, inputs: Sequence[Tensor | None], kind: Hashable = None) -> None:
         self._layers = layers
         self._inputs: Sequence[Tensor | None] = inputs
-        self._drawn: Drawn = ()
-        #: What layers keep, as the first run has found it; None until that has finished, and once it is forgotten.
-        self._state: Before | None = None
-        self.outputs = Comparison(layers.first, kind, inputs)
+        self._structure: Hashable = (kind, *[None if x is None else x.shape for x in inputs])
+        # A dispatch mode would see the sums, and tensors of some modes have no values.
+        self.is_compared = self._structure not in layers.compared and not dispatch_modes()
+        self._sums: list[Tensor | None] = []
+        #: The random numbers that the first run drew, and what layers kept before it.
+        self._kept: tuple[Drawn, Before | None] | None = None
 
     @property
     def is_repeatable(self) -> bool:
         """Whether the first run has finished, and what it drew is not forgotten."""
-        return self._state is not None
+        return self._kept is not None
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """Surround the first run.
+    def first(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns, which is the first run.
 
         Raises:
             RuntimeError: it has changed its input in place.
@@ -127,20 +132,25 @@ class Run:
         with layers.exclusively():
             drawn, state = layers.random.begin(), layers.state.begin()
             with first_run():
-                yield
-            self._drawn = layers.random.end(drawn)
-            state.end()
-        self._state, self._versions = state, layers.versions()
+                result = compute()
+            self._kept = layers.random.end(drawn), state
+            if state is not None:
+                state.end()
+        self._versions = layers.versions()
         forget_parametrizations()
         if versions(inputs) != untouched:
             raise RuntimeError(
                 f"{layers.where()} changes its input in place, so recomputation would start from another input; "
                 f"{layers.copying}, or {layers.otherwise}"
             )
+        return result
 
-    @contextmanager
-    def second(self) -> Iterator[None]:
-        """Surround the second run.
+    def note(self, outputs: Iterable[Tensor | None]) -> None:
+        """Note what the first run has returned, if it is to be compared."""
+        self._sums = [sums(output) for output in outputs]
+
+    def second(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns, which is the second run.
 
         Raises:
             RuntimeError: the layers, their parameters or their random numbers are not those of the first run.
@@ -154,31 +164,43 @@ class Run:
                 f"{layers.where()} is not what it was at forward ({change}), so recomputation would give other "
                 f"gradients; call backward() before optimizer.step(), train() and eval(), or {layers.otherwise}"
             )
-        if self._state is None:
+        if self._kept is None:
             raise RuntimeError(
                 f"{layers.where()} cannot run again, because what it drew and kept is forgotten: a backward pass has "
                 "differentiated it and failed afterwards; call the pipeline again before the next backward()"
             )
+        drawn, state = self._kept
         forget_parametrizations()
-        with layers.exclusively(), layers.random.replay(self._drawn), self._state.again(), second_run():
-            yield
+        with (
+            layers.exclusively(),
+            layers.random.replay(drawn),
+            _nothing if state is None else state.again(),
+            second_run(),
+        ):
+            result = compute()
         forget_parametrizations()
+        return result
 
-    def compare(self, outputs: Sequence[Tensor | None]) -> None:
-        """Compare what the second run returns.
+    def compare(self, outputs: Iterable[Tensor | None]) -> None:
+        """Compare what the second run has returned, if that is still to be done.
 
         Raises:
-            RuntimeError: it is not what the first run has returned.
+            RuntimeError: it is not what the first run returned.
         """
-        difference = self.outputs.difference(outputs)
+        if not self.is_compared or self._structure in self._layers.compared:
+            return
+        difference = difference_of(self._sums, outputs)
         if difference is not None:
             raise RuntimeError(
                 f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
                 "gradients would be wrong; let it compute with its inputs, and with buffers and plain attributes of "
                 f"its modules, which recomputation has as they were before, or {self._layers.otherwise}"
             )
+        self._layers.compared.add(self._structure)
 
     def forget(self) -> None:
         """Forget what takes memory, when there is no further run: copies, and states of generators in kilobytes."""
-        if self._drawn or (self._state is not None and self._state.holds_memory):
-            self._drawn, self._state = (), None
+        if self._kept is not None:
+            drawn, state = self._kept
+            if drawn or (state is not None and state.holds_memory):
+                self._kept = None

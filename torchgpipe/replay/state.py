@@ -11,8 +11,8 @@ such as a causal mask, is compared once, around the first run of its layer, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,14 +28,14 @@ __all__ = ["Before", "State"]
 #: What every module has; it is no state, or other parts look after it.
 _OF_EVERY_MODULE = {*vars(nn.Module())}
 
+#: What a second run is given. Other objects, such as lists, are not looked into.
+_KINDS = (int, float, str, type(None), Tensor)
+
 #: The bytes of the largest tensor that is copied before every first run.
 _SMALL = 2**16
 
 #: By module, the large tensors that first runs have changed in place; a module that is not here has not run.
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-
-#: Other values are not looked into.
-_PLAIN = (int, float, bool, str, type(None))
 
 _nothing: Any = object()
 
@@ -46,14 +46,6 @@ class _Place(NamedTuple):
     module: nn.Module
     values: dict[str, Any]
     only_written: tuple[str, ...]  # what it never reads in training
-
-
-class _Noted(NamedTuple):
-    """What is under a name."""
-
-    place: _Place
-    name: str
-    value: Any
 
 
 class State:
@@ -78,9 +70,9 @@ class State:
                 self._places.append(_Place(module, vars(module), ()))
         self.owners = frozenset(owners)
 
-    def begin(self) -> Before:
-        """Note the state before a first run."""
-        return Before(self._places)
+    def begin(self) -> Before | None:
+        """Note the state before a first run; None if there can be none."""
+        return Before(self._places) if self._places else None
 
 
 class Before:
@@ -90,24 +82,25 @@ class Before:
         places: where it is
     """
 
-    __slots__ = ("_copies", "_large", "_noted", "_places")
+    __slots__ = ("_copies", "_found", "_large", "_needed")
 
-    def __init__(self, places: Sequence[_Place]) -> None:
-        #: The places, each with its names.
-        self._places = [(place, [*place.values]) for place in places]
-        self._noted: list[_Noted] = []
+    def __init__(self, places: Iterable[_Place]) -> None:
+        #: For each place what is there, and how many names there are.
+        self._found: list[tuple[_Place, dict[str, Any], int]] = []
         #: Copies of tensors; None for those that are only written.
         self._copies: dict[Tensor, Tensor | None] = {}
         #: Large tensors, with their versions.
         self._large: list[tuple[nn.Module, str, Tensor, list[int]]] = []
+        #: What the second run finds under names: values, or nothing.
+        self._needed: list[tuple[dict[str, Any], str, Any]] = []
         for place in places:
-            for name, value in place.values.items():
-                if name not in _OF_EVERY_MODULE and _is_state(value):
-                    self._noted.append(_Noted(place, name, value))
-                    if isinstance(value, Tensor):
-                        self._note_tensor(place, name, value)
+            values = {name: value for name, value in place.values.items() if name not in _OF_EVERY_MODULE}
+            self._found.append((place, values, len(place.values)))
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    self._note(place, name, value)
 
-    def _note_tensor(self, place: _Place, name: str, tensor: Tensor) -> None:
+    def _note(self, place: _Place, name: str, tensor: Tensor) -> None:
         if name in place.only_written:
             if place.module.training:
                 self._copies[tensor] = None
@@ -137,56 +130,48 @@ class Before:
                     f"copy of its {tensor.nbytes} bytes was made for recomputation; run the mini-batch again: from now "
                     "on there are copies"
                 )
-        self._large = []
-        new = [
-            _Noted(place, name, _nothing)
-            for place, names in self._places
-            if len(place.values) != len(names)
-            for name, value in place.values.items()
-            if name not in names and _is_state(value)
-        ]
-        self._noted = [noted for noted in self._noted if self._is_needed(noted)] + new
-        self._places = []
+        for place, values, count in self._found:
+            now = place.values
+            for name, value in values.items():
+                if now.get(name, _nothing) is not value:
+                    self._need(place, name, value)
+                elif isinstance(value, Tensor) and value in self._copies:
+                    self._needed.append((now, name, value))
+            if len(now) != count:
+                new = now.keys() - values.keys() - _OF_EVERY_MODULE
+                self._needed += [(now, name, _nothing) for name in new if isinstance(now[name], _KINDS)]
+        self._found, self._large = [], []
 
-    def _is_needed(self, noted: _Noted) -> bool:
-        place, name, value = noted
-        if place.values.get(name, _nothing) is value:
-            return isinstance(value, Tensor) and value in self._copies
+    def _need(self, place: _Place, name: str, value: Any) -> None:
+        """Keep a value that another one has replaced."""
         if isinstance(value, Tensor) and (
             value.grad_fn is not None or not (_is_small(value) or place.values is place.module._buffers)
         ):
             # An activation, which the layer shows, and sets anew in each run; it would stay in memory.
             self._copies.pop(value, None)
-            return False
-        return True
+        elif isinstance(value, _KINDS):
+            self._needed.append((place.values, name, value))
 
     @property
     def holds_memory(self) -> bool:
         """Whether there are copies of tensors."""
         return any([copy is not None for copy in self._copies.values()])
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Let the modules have this state in a ``with`` block, and then what they had before."""
-        fresh: dict[Tensor, Tensor] = {}
+        return self._exchanged() if self._needed else nullcontext()
 
-        def anew(tensor: Tensor) -> Tensor:
-            if tensor not in self._copies:
-                return tensor
-            if tensor not in fresh:  # It may be in two places.
-                copy = self._copies[tensor]
-                fresh[tensor] = _copied(tensor if copy is None else copy)
-            return fresh[tensor]
-
-        found = [
-            (noted.place.values, noted.name, noted.place.values.get(noted.name, _nothing)) for noted in self._noted
-        ]
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        # A tensor may be in two places.
+        fresh = {tensor: _copied(tensor if copy is None else copy) for tensor, copy in self._copies.items()}
+        now = [(values, name, values.get(name, _nothing)) for values, name, _ in self._needed]
         try:
-            for place, name, value in self._noted:
-                _put(place.values, name, anew(value) if isinstance(value, Tensor) else value)
+            for values, name, value in self._needed:
+                _put(values, name, fresh.get(value, value) if isinstance(value, Tensor) else value)
             yield
         finally:
-            for values, name, value in found:
+            for values, name, value in now:
                 _put(values, name, value)
 
 
@@ -195,10 +180,6 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
         values[name] = value
     else:
         values.pop(name, None)
-
-
-def _is_state(value: Any) -> bool:
-    return type(value) in _PLAIN or isinstance(value, Tensor)
 
 
 def _is_small(tensor: Tensor) -> bool:
