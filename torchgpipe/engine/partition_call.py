@@ -116,8 +116,6 @@ class PartitionCall:
         self._run: Callable[[Batch], Batch] = partial(_run, partition, source)
         if any(is_skippable(module) for module in modules):
             self._run = partial(_run_with_skips, self._run, sending, receiving)
-        if self.layers.state.owners:
-            self._run = partial(_run_exclusively, self._run, self.layers)
         if starts_in_place(partition):
             self._run = partial(_run_on_copies, self._run)
 
@@ -194,11 +192,6 @@ def _run_with_skips(
     with tracker:
         output = run(batch)
     return output.replace(output.leaves + tracker.take([portal.key for portal in sending]))
-
-
-def _run_exclusively(run: Callable[[Batch], Batch], layers: Layers, batch: Batch) -> Batch:
-    with layers.exclusively():
-        return run(batch)
 
 
 def _run_on_copies(run: Callable[[Batch], Batch], batch: Batch) -> Batch:

@@ -62,12 +62,13 @@ class State:
         self._places: list[_Place] = []
         owners = []
         for module in modules:
-            if module._buffers and isinstance(module._buffers, dict):  # Not those of TorchScript.
-                self._places.append(_Place(module, module._buffers, only_written(module)))
-                owners += [module] * module.training
-            # Classes of PyTorch keep nothing else, and ours ask which run it is.
-            if not type(module).__module__.startswith(("torch.", "torchgpipe.")):
+            # Classes of PyTorch keep nothing but buffers, and ours look after themselves.
+            is_users = not type(module).__module__.startswith(("torch.", "torchgpipe."))
+            if is_users:
                 self._places.append(_Place(module, vars(module), ()))
+            if (is_users or module._buffers) and isinstance(module._buffers, dict):  # Not those of TorchScript.
+                self._places.append(_Place(module, module._buffers, only_written(module)))
+                owners += [module] * bool(module.training and module._buffers)
         self.owners = frozenset(owners)
 
     def begin(self) -> Before | None:
@@ -107,7 +108,7 @@ class Before:
         elif not tensor.requires_grad and not is_lazy(tensor) and tensor not in self._copies:
             known, is_small = _changing.get(place.module), _is_small(tensor)
             if is_small or known is None or name in known:
-                self._copies[tensor] = _copied(tensor)
+                self._copies[tensor] = tensor.clone()
             if not is_small:
                 self._large.append((place.module, name, tensor, versions([tensor])))
 
@@ -164,7 +165,7 @@ class Before:
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
         # A tensor may be in two places.
-        fresh = {tensor: _copied(tensor if copy is None else copy) for tensor, copy in self._copies.items()}
+        fresh = {tensor: (tensor if copy is None else copy).clone() for tensor, copy in self._copies.items()}
         now = [(values, name, values.get(name, _nothing)) for values, name, _ in self._needed]
         try:
             for values, name, value in self._needed:
@@ -184,8 +185,3 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= _SMALL
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.clone()

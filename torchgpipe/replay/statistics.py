@@ -25,6 +25,6 @@ Norm = (
 
 def only_written(module: nn.Module) -> tuple[str, ...]:
     """Return the buffers that a module writes in training and never reads; a forward of the user's may read them."""
-    if isinstance(module, Norm) and type(module).forward.__module__.startswith("torch."):
+    if isinstance(module, Norm) and type(module).forward.__module__.startswith(("torch.", "torchgpipe.")):
         return "running_mean", "running_var", "num_batches_tracked"
     return ()
