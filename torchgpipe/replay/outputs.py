@@ -2,7 +2,7 @@
 
 A layer may compute with what nobody gives back to it: a number outside of all layers, or Python's random numbers. Then
 its second run returns something else. So two sums of each output are noted at the first run, and compared after the
-second, for which the host waits once. Later runs with inputs of the same shapes wait for nothing.
+second, for which the host waits once. Later runs with as many inputs of as many dimensions wait for nothing.
 
 The sums may differ a little, where kernels add in any order, or the compiler has made two graphs. Such errors are a few
 eps of single elements, in either direction. So they move a sum by a few eps of the tensor's norm, and `_EPS` of these

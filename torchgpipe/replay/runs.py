@@ -108,7 +108,8 @@ class Run:
     def __init__(self, layers: Layers, inputs: Sequence[Tensor | None], kind: Hashable = None) -> None:
         self._layers = layers
         self._inputs: Sequence[Tensor | None] = inputs
-        self._structure: Hashable = (kind, *[None if x is None else x.shape for x in inputs])
+        # Without sizes: a model of sentences has new ones in many mini-batches.
+        self._structure: Hashable = (kind, *[None if x is None else x.dim() for x in inputs])
         # A dispatch mode would see the sums, and tensors of some modes have no values.
         self.is_compared = self._structure not in layers.compared and not dispatch_modes()
         self._sums: list[Tensor | None] = []

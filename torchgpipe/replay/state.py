@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.devices.torch_internals import dispatch_modes, versions
 from torchgpipe.replay.statistics import only_written
 
 __all__ = ["Before", "State"]
@@ -105,7 +104,7 @@ class Before:
         if name in place.only_written:
             if place.module.training:
                 self._copies[tensor] = None
-        elif not tensor.requires_grad and not is_lazy(tensor) and tensor not in self._copies:
+        elif type(tensor) is Tensor and not tensor.requires_grad and tensor not in self._copies:
             known, is_small = _changing.get(place.module), _is_small(tensor)
             if is_small or known is None or name in known:
                 self._copies[tensor] = tensor.clone()
@@ -118,13 +117,15 @@ class Before:
         Raises:
             RuntimeError: it has changed a large tensor in place that earlier runs have not changed.
         """
-        for module, name, tensor, before in self._large:
+        # Tensors of dispatch modes may have no values.
+        for module, name, tensor, before in [] if dispatch_modes() else self._large:
             copy, known = self._copies.get(tensor), _changing.setdefault(module, set())
-            if copy is not None and name not in known and torch.equal(copy, tensor):
-                del self._copies[tensor]
-            elif copy is not None:
-                known.add(name)
-            elif versions([tensor]) != before:
+            if copy is not None and name not in known:
+                if torch.equal(copy, tensor):
+                    del self._copies[tensor]
+                else:
+                    known.add(name)
+            elif copy is None and versions([tensor]) != before:
                 known.add(name)
                 raise RuntimeError(
                     f"'{name}' of a {type(module).__name__} was changed in place, which no run has done before, so no "
@@ -184,4 +185,4 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= _SMALL
+    return tensor.numel() * tensor.element_size() <= _SMALL or tensor.layout is not torch.strided
