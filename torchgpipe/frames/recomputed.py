@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,12 +90,11 @@ class _Runs:
         self._args, self._kwargs = copied(args), copied(kwargs)
         # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
         self._ambient = Ambient()
-        inputs = _tensors((args, kwargs))
-        tensors = [*module.parameters(), *inputs]
+        self._inputs = _tensors((args, kwargs))
+        found = next(chain(module.parameters(), self._inputs), None)
+        device = torch.device("cpu") if found is None else found.device
         # Cells that draw from one generator run one at a time, see `RandomNumbers`.
-        random = RandomStates(
-            tensors[0].device if tensors else torch.device("cpu"), modules, beside=False, between=True
-        )
+        random = RandomStates(device, modules, beside=False, between=True)
         layers = Layers(
             modules,
             random,
@@ -102,7 +102,7 @@ class _Runs:
             copying="let it work on a copy (input.clone())",
             otherwise="leave it out of checkpoint",
         )
-        self._run = Run(layers, inputs)
+        self._run = Run(layers, self._inputs)
 
     @property
     def are_compared(self) -> bool:
@@ -129,7 +129,8 @@ class _Runs:
         if self._keep is not None:
             self._args, self._kwargs = self._exchanged(self._let_rest)
             self._keep = None  # It leads to the frame.
-        self._versions = versions(_tensors((self._args, self._kwargs)))
+            self._inputs = _tensors((self._args, self._kwargs))
+        self._versions = versions(self._inputs)
         return output
 
     def _let_rest(self, tensor: Tensor) -> Tensor:
@@ -156,13 +157,15 @@ class _Runs:
         return mapped((copied(self._args), copied(self._kwargs)), once, caches=True, objects=True)
 
     def _second_run(self, hooks: Any) -> None:
-        if versions(_tensors((self._args, self._kwargs))) != self._versions:
+        if versions(self._inputs) != self._versions:
             raise RuntimeError(
                 f"'{self._name}' is not what it was at forward (an input was changed in place since), so recomputation "
                 "would give other gradients; give it a copy (input.clone()), or leave it out of checkpoint"
             )
         with saved_tensors_hooks(*hooks):
-            self._run.compare(_tensors(self._run.second(self._call_again)))
+            output = self._run.second(self._call_again)
+            if self._run.is_compared:
+                self._run.compare(_tensors(output))
 
     def _call_again(self) -> Any:
         if self._rested:
