@@ -237,6 +237,34 @@ def test_copies_are_forgotten_when_a_cell_has_been_differentiated(monkeypatch: p
     assert not any(one() is not None for one in copies)
 
 
+class Remembers(nn.Module):
+    """Adds something large of the micro-batch before."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        if is_buffer:
+            self.register_buffer("last", torch.zeros(state._SMALL))
+        else:
+            self.last = torch.zeros(state._SMALL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * (1 + self.last[:1])
+        self.last = self.last + 1
+        return y
+
+
+@fronts
+def test_what_seems_to_be_shown_but_is_computed_with(front: str) -> None:
+    model = of(front, nn.Sequential(Remembers(False), nn.Linear(2, 2)).double(), "cpu:0", "always")
+    with pytest.raises(RuntimeError, match=r"has not computed in recomputation .* with buffers"):
+        model(X).sum().backward()
+    plain = nn.Sequential(Remembers(True), nn.Linear(2, 2)).double()
+    model = of(front, copy.deepcopy(plain), "cpu:0", "always")
+    for _ in range(2):
+        compared(model, plain)
+
+
 # ------------------------------------------------------------------------------------ what nobody can give back
 
 

@@ -194,8 +194,9 @@ class Run:
         if difference is not None:
             raise RuntimeError(
                 f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
-                "gradients would be wrong; let it compute with its inputs, and with buffers and plain attributes of "
-                f"its modules, which recomputation has as they were before, or {self._layers.otherwise}"
+                "gradients would be wrong; let it compute with its inputs, with buffers, or with numbers and small "
+                f"tensors among the attributes of its modules, which are as they were before, or "
+                f"{self._layers.otherwise}"
             )
         self._layers.compared.add(self._structure)
 
