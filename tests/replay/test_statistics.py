@@ -73,11 +73,11 @@ def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
     models = [pipe(nn.Sequential(*layers), [2, 2], chunks=3, checkpoint=mode) for mode in ("always", checkpoint)]
 
     def train(model: GPipe) -> None:
-        for _ in range(8):
+        for _ in range(25):
             model(x).sum().backward()
 
     in_threads(*[partial(train, model) for model in models * 2])
-    assert [int(layers[k].num_batches_tracked) for k in (1, 3)] == [4 * 8 * 3] * 2
+    assert [int(layers[k].num_batches_tracked) for k in (1, 3)] == [4 * 25 * 3] * 2
 
 
 def test_one_norm_used_twice_counts_twice(checkpoint: str) -> None:
