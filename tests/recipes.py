@@ -28,7 +28,7 @@ from tests.plain import tensors
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["KINDS", "RECIPES", "USES", "Double", "First", "Recipe", "Skip", "node"]
+__all__ = ["KINDS", "RECIPES", "USES", "WAYS", "Double", "First", "Keeps", "Recipe", "Skip", "node"]
 
 
 class Double(nn.Module):
@@ -55,6 +55,57 @@ class Counter(nn.Module):
         if not is_recomputing():
             self.count += 1
         return x
+
+
+def _replaced(layer: Keeps) -> None:
+    layer.kept = layer.kept + 1
+
+
+def _changed_by_numpy(layer: Keeps) -> None:
+    values = layer.kept.numpy()
+    values += 1
+
+
+#: How a layer may change what it keeps.
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda layer: layer.kept.add_(1),
+    "guarded": lambda layer: None if is_recomputing() else layer.kept.add_(1),
+    "data": lambda layer: layer.kept.data.add_(1),
+    "guarded data": lambda layer: None if is_recomputing() else layer.kept.data.add_(1),
+    "NumPy": _changed_by_numpy,
+    "replaced": _replaced,
+    "guarded, replaced": lambda layer: None if is_recomputing() else _replaced(layer),
+    "attribute": lambda layer: layer.kept.add_(1),
+    "attribute, replaced": _replaced,
+    "number": _replaced,
+    "guarded number": lambda layer: None if is_recomputing() else _replaced(layer),
+}
+
+
+class Keeps(nn.Module):
+    """A linear map by something that the layer keeps, and changes in one of `WAYS`."""
+
+    kept: Any
+
+    def __init__(self, way: str, features: int = 4) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(features, features), way
+        if "number" in way:
+            self.kept = 1
+        elif "attribute" in way:
+            self.kept = torch.ones(1)
+        else:
+            self.register_buffer("kept", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept
+        if isinstance(kept, Tensor):
+            # An attribute does not move with the layer.
+            kept = kept.to(x, copy=True)
+        y: Tensor = self.linear(x) * kept
+        with torch.no_grad():
+            WAYS[self.way](self)
+        return y
 
 
 def embed() -> nn.Module:
@@ -202,6 +253,7 @@ RECIPES = [
     ],
     # Layers that count.
     Recipe("counter", "vector", "vector", Counter, "exact"),
+    *[Recipe(f"keeps, {way}", "vector", "vector", partial(Keeps, way), "not late" * (way == "NumPy")) for way in WAYS],
     # Layers of integers.
     Recipe("argsort", "vector", "tokens", lambda: Apply(lambda x: x.argsort(1)[:, :3]), "exact"),
     Recipe("other tokens", "tokens", "tokens", lambda: Apply(lambda x: (x + 1) % 8), "exact"),

@@ -25,7 +25,7 @@ ROOMS = {
     "devices": "devices, streams, and every private name of PyTorch",
     "schedule": "the order of cells, as pure functions",
     "skip": "stashing and popping skips",
-    "replay": "making a second run repeat the first: settings, random numbers, phase, running statistics",
+    "replay": "making a second run repeat the first: settings, random numbers, phase, state of layers",
     "model": "from a Sequential to partitions on their devices; micro-batches; settings",
     "norms": "deferred batch norms",
     "engine": "cells, recomputation, gradients, dependencies, copies, workers",

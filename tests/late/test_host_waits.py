@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from tests import late
+from tests.recipes import Keeps
 from torchgpipe import GPipe
 
 pytestmark = pytest.mark.late
@@ -41,6 +42,9 @@ def on(where: str, tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 def test_a_step_waits_for_what_comes_from_the_host_only(checkpoint: str) -> None:
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
+    layers[1].append(nn.BatchNorm1d(4))
+    layers[2].append(Keeps("data"))
+    layers[3].register_buffer("mask", torch.ones(2**17))  # A large one is compared once.
     options: Any = {"devices": DEVICES, "chunks": M, "checkpoint": checkpoint, "loss_fn": F.mse_loss}
     model = GPipe(nn.Sequential(*layers), [2, 2], **options)
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)

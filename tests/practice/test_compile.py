@@ -157,6 +157,12 @@ def factor() -> int:
     return 2 if is_recomputing() else 3 if is_checkpointing() else 5
 
 
+def scaled(linear: nn.Module, x: Tensor) -> Tensor:
+    """Scale the gradient only, because both runs have to return the same."""
+    y: Tensor = linear(x)
+    return y + (y - y.detach()) * factor()
+
+
 def with_skip() -> list[nn.Module]:
     stash, pop = pair()
     return [stash, nn.Linear(4, 4), pop]
@@ -167,7 +173,7 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "batch norm": lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)],
     "dropout": lambda: [nn.Dropout(), nn.Linear(4, 4), nn.Dropout()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)],
-    "phase": lambda: [Using(lambda linear, x: linear(x) * factor()) for _ in range(3)],
+    "phase": lambda: [Using(scaled) for _ in range(3)],
 }
 
 

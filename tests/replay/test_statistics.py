@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.conftest import Pipe
+from tests.engine.test_threads import in_threads
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.replay.statistics import Norm
@@ -64,6 +67,19 @@ def test_gradients_do_not_depend_on_statistics_that_have_moved_on(pipe: Pipe, ch
     assert torch.equal(y.grad, expected.input_grads[0])
 
 
+def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
+    """What one counts in its first or only run is not lost in the copies of another one's second run."""
+    layers, x = make_model(), make_input().detach()
+    models = [pipe(nn.Sequential(*layers), [2, 2], chunks=3, checkpoint=mode) for mode in ("always", checkpoint)]
+
+    def train(model: GPipe) -> None:
+        for _ in range(25):
+            model(x).sum().backward()
+
+    in_threads(*[partial(train, model) for model in models * 2])
+    assert [int(layers[k].num_batches_tracked) for k in (1, 3)] == [4 * 25 * 3] * 2
+
+
 def test_one_norm_used_twice_counts_twice(checkpoint: str) -> None:
     norm = nn.BatchNorm1d(3)
     layers = nn.Sequential(*[nn.Sequential(norm, nn.Tanh(), norm, nn.Identity()) for _ in range(2)])
@@ -72,20 +88,34 @@ def test_one_norm_used_twice_counts_twice(checkpoint: str) -> None:
     assert norm.num_batches_tracked == 8
 
 
-def test_other_buffers_that_forward_changes_are_right_or_refused(pipe: Pipe, checkpoint: str) -> None:
+def test_other_buffers_that_forward_changes(pipe: Pipe, checkpoint: str) -> None:
     """Spectral norm keeps two vectors, which every forward improves.
 
     A recomputation that starts from the improved ones computes with other weights than forward did, so its
-    gradients belong to another function, and the vectors move twice.
+    gradients belong to another function, and the vectors move twice. The gradient of the weight is a sum even within a
+    micro-batch, so it rounds in another order.
     """
     module = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4, dtype=torch.float64)), nn.Tanh())
     x = make_input(6, 4)
     expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
     model = pipe(copy.deepcopy(module), [1, 1], chunks=3, checkpoint=checkpoint)
-    try:
-        actual = outcome(model, x)
-    except RuntimeError as error:
-        assert checkpoint != "never"
-        assert "checkpoint='never'" in str(error)
-    else:
-        assert_same(actual, expected)
+    actual = outcome(model, x)
+    torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
+    assert_same(replace(actual, param_grads={}), replace(expected, param_grads={}))
+
+
+class ReadsStatistics(nn.BatchNorm1d):
+    """Normalises by running statistics in training, as a batch renormalisation does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        mean = self.running_mean.clone()  # type: ignore[union-attr]
+        super().forward(input.detach())
+        return (input - mean) * self.weight
+
+
+def test_a_norm_that_computes_with_its_statistics(pipe: Pipe, checkpoint: str) -> None:
+    """It had those of later micro-batches in recomputation."""
+    module = nn.Sequential(nn.Linear(3, 3), ReadsStatistics(3)).double()
+    model = pipe(copy.deepcopy(module), [1, 1], chunks=3, checkpoint=checkpoint)
+    x = make_input()
+    assert_same(outcome(model, x), plain_outcome(module, x, chunks=3))

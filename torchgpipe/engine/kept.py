@@ -44,7 +44,7 @@ class KeptGraph:
         cell = self.cell
         # Detached, or the graph would go on into the caller's.
         trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
-        with cell.recorded("forward"), torch.enable_grad():
+        with cell.recorded("forward"), torch.enable_grad(), cell.call.layers.exclusively():
             forget_parametrizations()
             begun = iter(self._cut.enter(*trained) if trained else ())
             inputs = tuple([next(begun) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves])

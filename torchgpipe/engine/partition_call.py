@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.stream import Stream
-from torchgpipe.devices.torch_internals import current_pass, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.copy import Route
 from torchgpipe.engine.function import Edge
@@ -28,10 +27,8 @@ from torchgpipe.model.state import apart, may_be_state
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.views import starts_in_place
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.found import Found, registered
-from torchgpipe.replay.phase import is_recomputing
 from torchgpipe.replay.random import RandomStates
-from torchgpipe.replay.statistics import STATISTICS, Norm, exclusive, scratch_statistics
+from torchgpipe.replay.runs import Layers
 from torchgpipe.skip.layout import is_skippable
 from torchgpipe.skip.tracker import SkipTracker
 
@@ -61,6 +58,7 @@ class PartitionCall:
         facts: what a note about memory is made from; None in a step, which makes these notes itself
         in_program: whether a program runs backward, and not a backward pass of the caller
         lane_device: the device of the phonies that carry the order of the micro-batches; None if ``ordered`` is False
+        layers: what the runs of its modules share
         parameters: the parameters that require grad
         frozen: the parameters that do not
     """
@@ -100,32 +98,24 @@ class PartitionCall:
 
         self._partition = partition
         # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
-        self._found = Found([module for module in modules if module is not partition])
-        layers = self._found.layers
-        self._norms = [module for module, training, _ in layers if training and isinstance(module, Norm)]
-        self._buffers = [
-            (module, name)
-            for module in modules
-            if module._buffers
-            for name, _ in module._buffers.items()
-            if not (isinstance(module, Norm) and name in STATISTICS)
-        ]
-        # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
-        owned = {parameter: None for _, _, parameters in layers for _, parameter in parameters if parameter is not None}
+        self.layers = Layers(
+            [module for module in modules if module is not partition],
+            random,
+            lambda: f"{partition._label} on {stream.device}",
+            copying="let it work on a copy (input.clone()), let its first layer have the attribute inplace=True, which "
+            "makes the pipeline copy the input",
+            otherwise="use checkpoint='never'",
+        )
+        owned = self.layers.parameters
         parameters = [parameter for parameter in owned if not is_lazy(parameter)]
-        self._versioned = [parameter for parameter in parameters if not parameter.is_inference()]
         self.parameters = tuple([parameter for parameter in parameters if parameter.requires_grad])
         self.frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
         self._trains = ambient.builds_graph and any([parameter.requires_grad for parameter in owned])
-        #: The backward pass in which the layers were last found unchanged.
-        self._unchanged_in: int | None = None
 
         source = f"the output of layer '{[*partition._modules][-1]}' ({type(partition[-1]).__name__})"
         self._run: Callable[[Batch], Batch] = partial(_run, partition, source)
         if any(is_skippable(module) for module in modules):
             self._run = partial(_run_with_skips, self._run, sending, receiving)
-        if self._norms:
-            self._run = partial(_run_exclusively, self._run, self._norms)
         if starts_in_place(partition):
             self._run = partial(_run_on_copies, self._run)
 
@@ -137,7 +127,7 @@ class PartitionCall:
     @property
     def where(self) -> str:
         """The partition that runs, for errors."""
-        return f"{self._partition._label} on {self.device}"
+        return self.layers.where()
 
     def needs_grad(self, leaves: Leaves) -> bool:
         """Return whether there is anything to differentiate in a cell with these input leaves."""
@@ -165,29 +155,15 @@ class PartitionCall:
         """The gradients of the parameters; made by the first cell that is a graph of its own."""
         return ParameterGradients(self.parameters, self.frozen, self.device, replicated=self._replicated)
 
-    def versions(self) -> list[int]:
-        """Return the versions of all parameters, which count changes in place."""
-        return versions(self._versioned)
-
-    def changed(self) -> str | None:
-        """Return what is no longer as the call found it, or None. The layers are looked at once in a backward pass."""
-        if self._unchanged_in == current_pass():
-            return None
-        change = self._found.changed()
-        if change is None:
-            self._unchanged_in = current_pass()
-        return change
-
     def forget_casts(self) -> None:
         """Clear the casts that autocast keeps, so that a later call casts weights anew; a step does so at its end."""
         if self.ambient.autocast_caches and not self.in_program:
             torch.clear_autocast_cache()
 
     @cached_property
-    def _attributes(self) -> list[tuple[nn.Module, str, Tensor]]:
-        # Looked for when an output may be one of them, or a cell runs again.
-        # What has a graph is set anew in each run, and would be kept alive here.
-        return [attribute for attribute in attributes(self._partition) if attribute[2].grad_fn is None]
+    def _keeps_tensors(self) -> bool:
+        # Looked for when an output may be one of them.
+        return any([module._buffers for module in self._partition.modules()]) or any(attributes(self._partition))
 
     def run_layers(self, batch: Batch) -> Batch:
         """Return the output of a cell, given its input.
@@ -196,39 +172,9 @@ class PartitionCall:
         that a layer keeps and changes in place are copied; see `model.state`.
         """
         output = self._run(batch)
-        for leaf in output.leaves:
-            if leaf is not None and may_be_state(leaf) and (self._buffers or self._attributes):
-                output.leaves = tuple(
-                    [leaf if leaf is None else apart(self._partition, leaf) for leaf in output.leaves]
-                )
-                break
+        if any([leaf is not None and may_be_state(leaf) for leaf in output.leaves]) and self._keeps_tensors:
+            output.leaves = tuple([leaf if leaf is None else apart(self._partition, leaf) for leaf in output.leaves])
         return output
-
-    def state(self) -> list[tuple[Tensor | None, int]]:
-        """Return what layers keep: buffers but for running statistics, and tensors among attributes, with versions."""
-        tensors = [registered(module._buffers, name) for module, name in self._buffers]
-        tensors += [tensor for _, _, tensor in self._attributes]
-        # The tensors themselves are in the list: the id of one that is gone may belong to another one by now.
-        return list(zip(tensors, versions(tensors)))
-
-    def verify_state(self, before: list[tuple[Tensor | None, int]]) -> None:
-        """Check after a second run that it has changed nothing that layers keep.
-
-        Args:
-            before: what `state` returned before the run
-
-        Raises:
-            RuntimeError: it has replaced a buffer, or changed one or another tensor in place.
-        """
-        names = [*self._buffers, *[(module, name) for module, name, _ in self._attributes]]
-        for (module, name), (old, old_version), (new, new_version) in zip(names, before, self.state()):
-            if old is not new or old_version != new_version:
-                kind = "buffer" if name in module._buffers else "tensor"
-                raise RuntimeError(
-                    f"recomputation has changed the {kind} '{name}' of a {type(module).__name__} once more, so it does "
-                    "not compute what the first run did; change it only if not is_recomputing(), or use "
-                    "checkpoint='never'"
-                )
 
 
 def _run(partition: Partition, source: str, batch: Batch) -> Batch:
@@ -246,12 +192,6 @@ def _run_with_skips(
     with tracker:
         output = run(batch)
     return output.replace(output.leaves + tracker.take([portal.key for portal in sending]))
-
-
-def _run_exclusively(run: Callable[[Batch], Batch], norms: Sequence[nn.Module], batch: Batch) -> Batch:
-    # A pipeline inside of a layer that runs again has its first run then: the outer layer's norms are held anyway.
-    with exclusive(norms), scratch_statistics(norms if is_recomputing() else ()):
-        return run(batch)
 
 
 def _run_on_copies(run: Callable[[Batch], Batch], batch: Batch) -> Batch:

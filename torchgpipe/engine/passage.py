@@ -71,7 +71,7 @@ def _pass_plain(cell: Cell, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
     call.random.forget()
     if lane is not None and tie(batch, [lane]):
         lane = None
-    with cell.recorded("forward"):
+    with cell.recorded("forward"), call.layers.exclusively():
         output = call.run_layers(batch)
     if lane is not None and tie(output, [lane]):
         # No input required grad. The output does nearly as well: the engine takes this cell's nodes before

@@ -1,24 +1,23 @@
 """A cell that keeps its input only, and runs again at backward.
 
-The second run must do what the first run did: it starts from the same input, draws the same random numbers, and finds
-the same layers and parameters. What cannot be made the same is refused.
+What makes the second run do what the first run did is in `torchgpipe.replay.runs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, gradient_hooks, versions
+from torchgpipe.devices.torch_internals import gradient_hooks
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.function import Edge
 from torchgpipe.replay.generator_locks import own_locks
-from torchgpipe.replay.phase import first_run, second_run
-from torchgpipe.replay.random import Drawn
+from torchgpipe.replay.runs import Run
 
 __all__ = ["Recomputation", "entered", "roots_of"]
 
@@ -30,12 +29,9 @@ class Recomputation:
         cell: the cell
     """
 
-    __slots__ = ("_drawn", "_graph", "_versions", "cell")
+    __slots__ = ("_graph", "_run", "cell")
 
-    #: The random numbers that the first run drew; None once they are forgotten.
-    _drawn: Drawn | None
-    #: The versions of the parameters during the first run.
-    _versions: list[int]
+    _run: Run
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
@@ -48,22 +44,13 @@ class Recomputation:
         Raises:
             RuntimeError: the layers have changed their input in place.
         """
-        cell, call = self.cell, self.cell.call
-        untouched = versions(leaves)
+        cell = self.cell
+        # The last cell of a step computes a loss.
+        self._run = Run(cell.call.layers, leaves, type(cell).__name__)
         with cell.recorded("forward"):
-            forget_parametrizations()
-            before = call.random.begin()
-            with first_run():
-                outputs = cell.compute(leaves)
-            self._drawn = call.random.end(before)
-            self._versions = call.versions()
-            forget_parametrizations()
-            if versions(leaves) != untouched:
-                raise RuntimeError(
-                    f"{call.where} changes its input in place, so recomputation would start from another input; "
-                    "let it work on a copy (input.clone()), let its first layer have the attribute inplace=True, "
-                    "which makes the pipeline copy the input, or use checkpoint='never'"
-                )
+            outputs = self._run.first(partial(cell.compute, leaves))
+            if self._run.is_compared:
+                self._run.note(outputs)
         return outputs
 
     @property
@@ -83,7 +70,6 @@ class Recomputation:
         """
         try:
             with self.cell.recorded("recomputation"):
-                self._refuse_changed()
                 self._graph = self.cell.call.ambient.run(self._recompute, saved)
         except BaseException as error:
             self.cell.failed(error, "recomputation")
@@ -91,23 +77,15 @@ class Recomputation:
 
     def _recompute(self, saved: Leaves) -> tuple[Leaves, list[Edge | None]]:
         cell, call = self.cell, self.cell.call
-        if self._drawn is None:
-            raise RuntimeError(
-                f"{call.where} draws random numbers that are forgotten: a backward pass has differentiated it and "
-                "failed afterwards; call the pipeline again before the next backward()"
-            )
         # Detached, and so the leaves of a graph of their own.
         leaves = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in saved])
-        forget_parametrizations()
-        # The engine enters no device for a node whose outputs are on the host.
-        before = call.state()
         # A program may hold generators for this backward, which the caller's settings do not know of.
         locks = own_locks() if call.in_program else nullcontext()
-        with call.stream.use(), locks, call.random.replay(self._drawn), second_run():
-            outputs = cell.compute(leaves)
-        call.verify_state(before)
+        # The engine enters no device for a node whose outputs are on the host.
+        with call.stream.use(), locks:
+            outputs = self._run.second(partial(cell.compute, leaves))
+            self._run.compare(outputs)
         call.forget_casts()
-        forget_parametrizations()
         for leaf in leaves:
             if leaf is not None and not call.in_program:
                 # Layers that hook their input have done so in the first run, too, whose input is in the caller's graph.
@@ -139,21 +117,9 @@ class Recomputation:
                 )
             edges, arrived = entered(roots, grads)
             result = iter(self.cell.call.sink(edges, arrived, wanted, False) if edges else [None] * len(wanted))
-        if self._drawn and not runs_again:
-            self._drawn = None  # The state of a generator takes kilobytes, and the engine drops its part now as well.
+        if not runs_again:
+            self._run.forget()  # The engine drops its part now as well.
         return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-
-    def _refuse_changed(self) -> None:
-        """Raise if the layers or parameters have changed since the first run."""
-        call = self.cell.call
-        change = call.changed()
-        if change is None and call.versions() != self._versions:
-            change = "a parameter was changed in place since"
-        if change is not None:
-            raise RuntimeError(
-                f"{call.where} is not what it was at forward ({change}), so recomputation would give other "
-                "gradients; call backward() before optimizer.step(), train() and eval(), or use checkpoint='never'"
-            )
 
 
 def entered(roots: Sequence[Edge | None], grads: Leaves) -> tuple[list[Edge], list[Tensor]]:

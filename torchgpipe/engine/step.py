@@ -240,7 +240,7 @@ class _MicroBatches:
             cell.begin(batch)
             with self._random_numbers.of(i, call.device):
                 if not self._backward:
-                    with cell.recorded("forward"), torch.no_grad():
+                    with cell.recorded("forward"), torch.no_grad(), call.layers.exclusively():
                         outputs = cell.compute(leaves)
                     exits: Sequence[Arrival | None] = [None] * len(outputs)
                 else:

@@ -5,14 +5,14 @@ backward comes to the first of these nodes, the second run computes what they wo
 go wherever the graph of the first run leads, also to what the module has got in other ways than as arguments.
 
 PyTorch only repeats the random numbers and autocast, and for random numbers it puts the generator of the whole process
-back and forth, without a look at other threads. So here the second run is our own, as in a GPipe: with the settings,
-phase, random numbers and buffers of the first run.
+back and forth, without a look at other threads. So here the second run is that of a GPipe: see `replay.runs`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,15 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from torchgpipe.devices.torch_internals import forget_parametrizations, saved_tensors_hooks_in_use, versions
+from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use, versions
 from torchgpipe.engine.resting import Rested
 from torchgpipe.model.values import copied, each, mapped
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.buffers import BufferStates
-from torchgpipe.replay.found import Found
-from torchgpipe.replay.phase import first_run, second_run
-from torchgpipe.replay.random import Drawn, RandomStates
-from torchgpipe.replay.statistics import exclusive
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.replay.runs import Layers, Run
 
 __all__ = ["Keep", "recomputed"]
 
@@ -47,7 +44,8 @@ def recomputed(
     """
     runs = _Runs(module, name, call, args, kwargs, keep)
     try:
-        return checkpoint(runs, use_reentrant=False, preserve_rng_state=False)
+        # A second run that is to be compared goes on to its end.
+        return checkpoint(runs, use_reentrant=False, preserve_rng_state=False, early_stop=not runs.are_compared)
     except BaseException as error:
         _end_checkpoint(error)
         raise
@@ -92,21 +90,29 @@ class _Runs:
         self._args, self._kwargs = copied(args), copied(kwargs)
         # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
         self._ambient = Ambient()
-        self._found = Found(modules)
-        self._parameters = [parameter for _, _, named in self._found.layers for _, parameter in named]
-        self._inputs = [tensor for _, tensor in each((args, kwargs))]
-        self._versions = versions([*self._parameters, *self._inputs])
-        tensors = [tensor for tensor in (*self._parameters, *self._inputs) if tensor is not None]
-        device = tensors[0].device if tensors else None
+        self._inputs = _tensors((args, kwargs))
+        found = next(chain(module.parameters(), self._inputs), None)
+        device = torch.device("cpu") if found is None else found.device
         # Cells that draw from one generator run one at a time, see `RandomNumbers`.
-        self._random = RandomStates(device or torch.device("cpu"), modules, beside=False, between=True)
-        self._buffers = BufferStates(modules)
-        self._drawn: Drawn | None = None
+        random = RandomStates(device, modules, beside=False, between=True)
+        layers = Layers(
+            modules,
+            random,
+            lambda: f"'{name}'",
+            copying="let it work on a copy (input.clone())",
+            otherwise="leave it out of checkpoint",
+        )
+        self._run = Run(layers, self._inputs)
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether what the two runs return is to be compared."""
+        return self._run.is_compared
 
     def __call__(self) -> Any:
         if self._first is not None:
             return self._first_run()
-        if self._drawn is None:  # A tensor of the first run is wanted while that runs.
+        if not self._run.is_repeatable:  # A tensor of the first run is wanted while that runs.
             raise RuntimeError(
                 f"'{self._name}' differentiates in its forward, so it cannot run again at backward; leave it out of "
                 "checkpoint"
@@ -117,23 +123,14 @@ class _Runs:
     def _first_run(self) -> Any:
         assert self._first is not None
         (args, kwargs), self._first = self._first, None
-        forget_parametrizations()
-        with first_run(), exclusive(self._buffers.modules):
-            before = self._random.begin()
-            output = self._call(*args, **kwargs)
-            self._drawn = self._random.end(before)
-            self._buffers.end()
-        forget_parametrizations()
-        if versions([*self._parameters, *self._inputs]) != self._versions:
-            raise RuntimeError(
-                f"'{self._name}' changes its input in place, so recomputation would start from another input; let it "
-                "work on a copy (input.clone()), or leave it out of checkpoint"
-            )
+        output = self._run.first(lambda: self._call(*args, **kwargs))
+        if self._run.is_compared:
+            self._run.note(_tensors(output))
         if self._keep is not None:
             self._args, self._kwargs = self._exchanged(self._let_rest)
             self._keep = None  # It leads to the frame.
-            self._inputs = [tensor for _, tensor in each((self._args, self._kwargs))]
-            self._versions = versions([*self._parameters, *self._inputs])
+            self._inputs = _tensors((self._args, self._kwargs))
+        self._versions = versions(self._inputs)
         return output
 
     def _let_rest(self, tensor: Tensor) -> Tensor:
@@ -160,26 +157,23 @@ class _Runs:
         return mapped((copied(self._args), copied(self._kwargs)), once, caches=True, objects=True)
 
     def _second_run(self, hooks: Any) -> None:
-        change = self._found.changed()
-        if change is None and versions([*self._parameters, *self._inputs]) != self._versions:
-            change = "a parameter or an input was changed in place since"
-        if change is not None:
+        if versions(self._inputs) != self._versions:
             raise RuntimeError(
-                f"'{self._name}' is not what it was at forward ({change}), so recomputation would give other "
-                "gradients; call backward() before optimizer.step(), train() and eval(), or leave it out of checkpoint"
+                f"'{self._name}' is not what it was at forward (an input was changed in place since), so recomputation "
+                "would give other gradients; give it a copy (input.clone()), or leave it out of checkpoint"
             )
-        assert self._drawn is not None
-        forget_parametrizations()
-        with (
-            saved_tensors_hooks(*hooks),
-            second_run(),
-            exclusive(self._buffers.modules),
-            self._buffers.replayed(),
-            self._random.replay(self._drawn),
-        ):
-            if self._rested:
-                args, kwargs = self._exchanged(self._come_back)
-            else:
-                args, kwargs = copied(self._args), copied(self._kwargs)
-            self._call(*args, **kwargs)
-        forget_parametrizations()
+        with saved_tensors_hooks(*hooks):
+            output = self._run.second(self._call_again)
+            if self._run.is_compared:
+                self._run.compare(_tensors(output))
+
+    def _call_again(self) -> Any:
+        if self._rested:
+            args, kwargs = self._exchanged(self._come_back)
+        else:
+            args, kwargs = copied(self._args), copied(self._kwargs)
+        return self._call(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [tensor for _, tensor in each(value)]

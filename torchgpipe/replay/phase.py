@@ -1,8 +1,8 @@
 """Tell a layer whether it is in the first or the second run of a checkpointed cell.
 
 A checkpointed cell runs its layers twice: first without a graph (checkpointing), then again at backward
-(recomputation). Layers with side effects, such as counters and running statistics, must tell the runs apart. The phase
-belongs to a thread, because several devices can be in different phases at once.
+(recomputation). Layers with side effects that `state` does not undo must tell the runs apart. The phase belongs to a
+thread, because several devices can be in different phases at once.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def is_checkpointing() -> bool:
 def is_recomputing() -> bool:
     """Return whether this thread is in the second run of a checkpointed cell, at backward.
 
-    Use it in layers with side effects that must happen once for each micro-batch::
+    Use it in layers with side effects outside of their buffers and plain attributes::
 
-        class Counter(nn.Module):
+        class Notes(nn.Module):
             def forward(self, input):
                 if not is_recomputing():
-                    self.counter += 1
+                    self.means.append(input.mean())  # once for each micro-batch
                 return input
     """
     return _current.phase[1]

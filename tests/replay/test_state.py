@@ -1,0 +1,313 @@
+"""Layers that compute with what they keep: a second run begins with what the first one had, and leaves no trace.
+
+The rows of `recipes.py` draw such layers in any model of a Sequential. Here they are in both fronts, one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.layers import Using
+from tests.plain import assert_equal, assert_same, outcome, plain_outcome
+from tests.recipes import WAYS, Keeps
+from torchgpipe import GPipe, pipelined
+from torchgpipe.replay import state
+
+X = torch.arange(1.0, 9).reshape(4, 2).double()
+
+devices = pytest.mark.parametrize(
+    "device", ["cpu:0", "cpu:{}", pytest.param("late:{}", marks=pytest.mark.late)], ids=["inline", "workers", "late"]
+)
+fronts = pytest.mark.parametrize("front", ["GPipe", "pipelined"])
+modes = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always", ["0"]], ids=str)
+
+
+def of(
+    front: str, layers: nn.Sequential, device: str, checkpoint: Any, dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
+    """Return a pipeline of two partitions, and 4 micro-batches."""
+    options |= {"devices": [device.format(j) for j in range(2)], "chunks": 4, "checkpoint": checkpoint}
+    options["loss_fn"] = lambda output, _: output.mean()
+    if front == "GPipe":
+        return GPipe(layers, [1, 1], **options)
+    if checkpoint == "except_last":
+        options["checkpoint"] = True
+    # The proof finds that these layers tell micro-batches apart by more than their rows.
+    return pipelined(layers, X[:2].to(device.format(0), dtype), balance=[1, 1], verify=False, **options)
+
+
+def left(model: Any) -> dict[str, Any]:
+    """Return what training leaves: gradients, buffers, and plain attributes."""
+    kept = {name: getattr(layer, "kept", None) for name, layer in model.named_children()}
+    return {
+        "gradients": {name: parameter.grad.cpu() for name, parameter in model.named_parameters()},
+        "kept": {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kept.items()},
+    }
+
+
+@devices
+@fronts
+@modes
+@pytest.mark.parametrize("run", ["call", "step"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_keeps_and_changes_something(way: str, run: str, checkpoint: Any, front: str, device: str) -> None:
+    """Guarded by `is_recomputing`, a second run computed with what later micro-batches had left; unguarded, it was
+    refused in one front, and changes that no version counts, as those of numbers, made gradients wrong in silence."""
+    if way == "NumPy" and device == "late:{}":
+        pytest.skip("NumPy knows memory of the host only")
+    plain = nn.Sequential(Keeps(way, 2), Keeps(way, 2)).double()
+    model = of(front, copy.deepcopy(plain), device, checkpoint)
+    x = X.to(device.format(0))
+    for _ in range(2):
+        for rows in X.chunk(4):
+            (plain(rows).mean() / 4).backward()
+        if run == "step":
+            model.step(x, target=x)
+        else:
+            torch.stack([part.mean() / 4 for part in model(x).chunk(4)]).sum().backward()
+    assert_equal(left(model), left(plain))
+
+
+# ------------------------------------------------------------------------------------------- what else is kept
+
+
+class Large(nn.Module):
+    """Has a large table, which it may change."""
+
+    table: Tensor
+
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(2, 2), change
+        self.register_buffer("table", torch.ones(state._SMALL))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * self.table[:1].clone()
+        if self.change:
+            (self.table.data if self.change == "data" else self.table).add_(1)
+        return y
+
+
+def compared(model: Any, plain: nn.Sequential) -> None:
+    """Train both once, and assert that this leaves the same in both."""
+    model.zero_grad()
+    assert_same(outcome(model, X), plain_outcome(plain, X, chunks=4))
+
+
+@fronts
+@pytest.mark.parametrize("change", ["data", "in place"])
+def test_a_large_buffer_that_changes(change: str, front: str) -> None:
+    plain = nn.Sequential(Large(change), nn.Linear(2, 2)).double()
+    model = of(front, copy.deepcopy(plain), "cpu:0", "always")
+    for _ in range(2):
+        compared(model, plain)
+
+
+@fronts
+def test_a_large_buffer_that_does_not_change_is_copied_once(front: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each micro-batch, as causal masks were."""
+    model = of(front, nn.Sequential(Large(), nn.Linear(2, 2)).double(), "cpu:0", "always")
+    sizes: list[int] = []
+    clone = Tensor.clone
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        sizes.append(tensor.numel())
+        return clone(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "clone", counted)
+    for _ in range(2):
+        model(X).sum().backward()
+    assert sizes.count(state._SMALL) == 1
+
+
+@fronts
+def test_a_large_buffer_that_changes_later_on(front: str) -> None:
+    """There was no copy of it; there is one when the mini-batch runs again."""
+    plain = nn.Sequential(Large(), nn.Linear(2, 2)).double()
+    model = of(front, copy.deepcopy(plain), "cpu:0", "always")
+    compared(model, plain)
+    model[0].change = plain[0].change = "in place"
+    with pytest.raises(RuntimeError, match=r"'table' of a Large was changed in place.* run the mini-batch again"):
+        model(X)
+    plain.load_state_dict(model.state_dict())
+    compared(model, plain)
+
+
+class Lazily(nn.Module):
+    """Makes a number and a buffer in its first run, and changes them in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "calls"):
+            self.calls = 0
+            self.register_buffer("scale", torch.ones(1))
+        self.calls += 1
+        self.scale = self.scale + self.calls
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+class Both(nn.Module):
+    """Two modules have one buffer: one writes it, and the other reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes, self.reads = Keeps("in place", 2), Keeps("in place", 2)
+        self.reads.kept = self.writes.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.reads(self.writes(x))
+        return y
+
+
+@fronts
+@pytest.mark.parametrize("layer", [Lazily, Both])
+def test_what_comes_later_and_what_two_modules_have(layer: Callable[[], nn.Module], front: str) -> None:
+    plain = nn.Sequential(layer(), nn.Linear(2, 2)).double()
+    model = of(front, copy.deepcopy(plain), "cpu:0", "always")
+    for _ in range(2):
+        compared(model, plain)
+
+
+@fronts
+def test_a_graph_that_is_kept_runs_again_from_the_same_state(front: str) -> None:
+    model = of(front, nn.Sequential(Keeps("data", 2), Keeps("number", 2)).double(), "cpu:0", "always")
+    loss = model(X).sum()
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    loss.backward()
+    assert_equal([parameter.grad / 2 for parameter in model.parameters()], once)
+
+
+# --------------------------------------------------------------------------------------- what is not kept alive
+
+
+class Shows(nn.Module):
+    """Keeps its last output for all to see."""
+
+    def __init__(self, seen: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.linear, self.seen, self.last = nn.Linear(2, state._SMALL), seen, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.linear(x)
+        self.seen.append(weakref.ref(self.last))
+        return self.last.sum(1, keepdim=True)
+
+
+@pytest.mark.usefixtures("no_collection")
+@fronts
+def test_what_a_layer_shows_is_not_kept_for_each_micro_batch(front: str) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    model = of(front, nn.Sequential(Shows(seen), nn.Linear(1, 1)).double(), "cpu:0", "always")
+    seen.clear()
+    loss = model(X).sum()
+    assert [one() is not None for one in seen] == [False, False, False, True]
+    loss.backward()
+    assert sum(one() is not None for one in seen) == 1
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_copies_are_forgotten_when_a_cell_has_been_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss holds the graph, and the graph held them until the next mini-batch."""
+    copies: list[weakref.ref[Tensor]] = []
+    clone = Tensor.clone
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied = clone(tensor, *args, **kwargs)
+        copies.append(weakref.ref(copied))
+        return copied
+
+    model = of("GPipe", nn.Sequential(Keeps("data", 2), nn.Linear(2, 2)).double(), "cpu:0", "always")
+    monkeypatch.setattr(Tensor, "clone", noted)
+    loss = model(X).sum()
+    assert any(one() is not None for one in copies)
+    loss.backward()
+    assert not any(one() is not None for one in copies)
+
+
+class Remembers(nn.Module):
+    """Adds something large of the micro-batch before."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        if is_buffer:
+            self.register_buffer("last", torch.zeros(state._SMALL))
+        else:
+            self.last = torch.zeros(state._SMALL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * (1 + self.last[:1])
+        self.last = self.last + 1
+        return y
+
+
+@fronts
+def test_what_seems_to_be_shown_but_is_computed_with(front: str) -> None:
+    model = of(front, nn.Sequential(Remembers(False), nn.Linear(2, 2)).double(), "cpu:0", "always")
+    with pytest.raises(RuntimeError, match=r"has not computed in recomputation .* with buffers"):
+        model(X).sum().backward()
+    plain = nn.Sequential(Remembers(True), nn.Linear(2, 2)).double()
+    model = of(front, copy.deepcopy(plain), "cpu:0", "always")
+    for _ in range(2):
+        compared(model, plain)
+
+
+# ------------------------------------------------------------------------------------ what nobody can give back
+
+
+def counting() -> Callable[[nn.Module, Tensor], Tensor]:
+    calls = [0]
+
+    def count(linear: nn.Module, x: Tensor) -> Tensor:
+        calls[0] += 1
+        y: Tensor = linear(x) * calls[0]
+        return y
+
+    return count
+
+
+HIDDEN: dict[str, Callable[[], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "a number outside": counting,
+    "Python's random numbers": lambda: lambda linear, x: linear(x) * random.random(),
+    "the order of rows": lambda: lambda linear, x: linear(x)[:, random.sample(range(2), 2)] * (1 + random.random()),
+}
+
+
+@fronts
+@pytest.mark.parametrize("run", ["call", "step"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_another_output_in_recomputation_is_refused(hidden: str, run: str, front: str) -> None:
+    """Gradients were those of another function, in silence."""
+    layers = nn.Sequential(Using(HIDDEN[hidden](), 2), nn.Linear(2, 2)).double()
+    model = of(front, layers, "cpu:0", "always", schedule="GPipe")
+    name = "partition 0" if front == "GPipe" else "'0'"
+    with pytest.raises(RuntimeError, match=rf"{name}.* has not computed in recomputation what it computed before"):
+        model.step(X, target=X) if run == "step" else model(X).sum().backward()
+
+
+@fronts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounding_is_not_refused(dtype: torch.dtype, front: str) -> None:
+    """As where kernels add in any order, or the compiler made two graphs."""
+    torch.manual_seed(0)
+
+    def rounds(linear: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = linear(x)
+        noise = torch.tensor([[random.choice([-4, 4]) for _ in row] for row in y])
+        return y * (1 + torch.finfo(dtype).eps * noise).to(y)
+
+    layers = nn.Sequential(Using(rounds, 2), nn.Linear(2, 2)).to(dtype)
+    of(front, layers, "cpu:0", "always", dtype=dtype)(X.to(dtype)).sum().backward()

@@ -1,0 +1,58 @@
+"""Compare what the two runs of a layer return, once for each structure of its inputs.
+
+A layer may compute with what nobody gives back to it: a number outside of all layers, or Python's random numbers. Then
+its second run returns something else. So two sums of each output are noted at the first run, and compared after the
+second, for which the host waits once. Later runs with as many inputs of as many dimensions wait for nothing.
+
+The sums may differ a little, where kernels add in any order, or the compiler has made two graphs. Such errors are a few
+eps of single elements, in either direction. So they move a sum by a few eps of the tensor's norm, and `_EPS` of these
+are tolerated, beside the rounding of the sums themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["compared", "difference_of", "sums"]
+
+_EPS = 64
+
+_compared: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+
+
+def compared(module: nn.Module) -> set[Hashable]:
+    """Return the structures of inputs of which both runs of a module have returned the same, to be added to."""
+    return _compared.setdefault(module, set())
+
+
+def difference_of(before: Sequence[Tensor | None], outputs: Iterable[Tensor | None]) -> str | None:
+    """Return what is in the place of the outputs of a first run, or None if nothing differs.
+
+    Args:
+        before: the sums of the outputs of the first run
+        outputs: the outputs of the second
+    """
+    for k, (noted, output) in enumerate(zip(before, outputs)):
+        found = sums(output)
+        if noted is not None and found is not None and output is not None:
+            (*firsts, norm), (*seconds, _) = noted.tolist(), found.tolist()
+            tolerance = _EPS * (torch.finfo(output.dtype).eps * norm + torch.finfo(found.dtype).eps * firsts[1])
+            for first, second in zip(firsts, seconds):
+                if abs(first - second) > tolerance:
+                    return f"output {k}, of shape {tuple(output.shape)}, sums to {second:.6g} instead of {first:.6g}"
+    return None
+
+
+def sums(output: Tensor | None) -> Tensor | None:
+    """Return a sum and a sum of absolute values, both with weights that tell elements apart, and the norm."""
+    if output is None or output.layout is not torch.strided or not (output.is_floating_point() or output.is_complex()):
+        return None
+    with torch.no_grad():
+        values = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
+        values = values.flatten().to(torch.promote_types(values.dtype, torch.float32))
+        weighted = values * (1 + torch.arange(len(values), device=values.device).to(values.dtype) / max(1, len(values)))
+        return torch.stack([weighted.sum(), weighted.abs().sum(), values.norm()])

@@ -1,0 +1,208 @@
+"""The two runs of layers that keep only their inputs, and run again at backward.
+
+The second run must do what the first run did, and leave no trace. Here is all that this takes, for any front, but for
+the settings of the caller, which `Ambient.run` enters:
+
+    the input           must not be changed by the first run
+    parameters, modes   must be those of the first run
+    random numbers      are drawn again; see `random`
+    state of layers     is that before the first run, and is put back; see `state`
+    phase               tells a layer which run it is in; see `phase`
+    output              is compared once; see `outputs`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
+from torchgpipe.replay.exclusive import exclusive
+from torchgpipe.replay.found import Found
+from torchgpipe.replay.outputs import compared, difference_of, sums
+from torchgpipe.replay.phase import first_run, second_run
+from torchgpipe.replay.random import Drawn, RandomStates
+from torchgpipe.replay.state import Before, State
+
+__all__ = ["Layers", "Run"]
+
+T = TypeVar("T")
+
+
+class Layers:
+    """What the runs of some modules share during a call.
+
+    Args:
+        modules: the modules
+        random: notes the random numbers that they draw
+        where: returns their name, for errors
+        copying: how they may work on a copy of their input, for errors
+        otherwise: what to do instead of recomputing them, for errors
+
+    Attributes:
+        parameters: their parameters, each once
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        random: RandomStates,
+        where: Callable[[], str],
+        *,
+        copying: str,
+        otherwise: str,
+    ) -> None:
+        self.random, self.where, self.copying, self.otherwise = random, where, copying, otherwise
+        self._found = Found(modules)
+        self.state = State(modules)
+        #: The structures of inputs of which outputs have been compared.
+        self.compared = compared(modules[0])
+        # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
+        owned = {
+            parameter: None for _, _, named in self._found.layers for _, parameter in named if parameter is not None
+        }
+        self.parameters = list(owned)
+        self._versioned = [parameter for parameter in owned if not is_lazy(parameter) and not parameter.is_inference()]
+        #: The backward pass in which the layers were last found unchanged.
+        self._unchanged_in: int | None = None
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Keep other threads from running modules with buffers for a ``with`` block."""
+        return exclusive(self.state.owners) if self.state.owners else _nothing
+
+    def versions(self) -> list[int]:
+        """Return the versions of all parameters, which count changes in place."""
+        return versions(self._versioned)
+
+    def changed(self) -> str | None:
+        """Return what is no longer as the call found it, or None. The layers are looked at once in a backward pass."""
+        if self._unchanged_in == current_pass():
+            return None
+        change = self._found.changed()
+        if change is None:
+            self._unchanged_in = current_pass()
+        return change
+
+
+_nothing = nullcontext()
+
+
+class Run:
+    """A run that can be repeated.
+
+    Args:
+        layers: what runs
+        inputs: the tensors that they are given
+        kind: what tells runs of these layers apart, beside their inputs
+
+    Attributes:
+        is_compared: whether what the two runs return is to be compared
+    """
+
+    __slots__ = ("_inputs", "_kept", "_layers", "_structure", "_sums", "_versions", "is_compared")
+
+    def __init__(self, layers: Layers, inputs: Sequence[Tensor | None], kind: Hashable = None) -> None:
+        self._layers = layers
+        self._inputs: Sequence[Tensor | None] = inputs
+        # Without sizes: a model of sentences has new ones in many mini-batches.
+        self._structure: Hashable = (kind, *[None if x is None else x.dim() for x in inputs])
+        # A dispatch mode would see the sums, and tensors of some modes have no values.
+        self.is_compared = self._structure not in layers.compared and not dispatch_modes()
+        self._sums: list[Tensor | None] = []
+        #: The random numbers that the first run drew, and what layers kept before it.
+        self._kept: tuple[Drawn, Before | None] | None = None
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the first run has finished, and what it drew is not forgotten."""
+        return self._kept is not None
+
+    def first(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns, which is the first run.
+
+        Raises:
+            RuntimeError: it has changed its input in place.
+        """
+        layers, inputs, self._inputs = self._layers, self._inputs, ()
+        untouched = versions(inputs)
+        forget_parametrizations()
+        with layers.exclusively():
+            drawn, state = layers.random.begin(), layers.state.begin()
+            with first_run():
+                result = compute()
+            self._kept = layers.random.end(drawn), state
+            if state is not None:
+                state.end()
+        self._versions = layers.versions()
+        forget_parametrizations()
+        if versions(inputs) != untouched:
+            raise RuntimeError(
+                f"{layers.where()} changes its input in place, so recomputation would start from another input; "
+                f"{layers.copying}, or {layers.otherwise}"
+            )
+        return result
+
+    def note(self, outputs: Iterable[Tensor | None]) -> None:
+        """Note what the first run has returned, if it is to be compared."""
+        self._sums = [sums(output) for output in outputs]
+
+    def second(self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns, which is the second run.
+
+        Raises:
+            RuntimeError: the layers, their parameters or their random numbers are not those of the first run.
+        """
+        layers = self._layers
+        change = layers.changed()
+        if change is None and layers.versions() != self._versions:
+            change = "a parameter was changed in place since"
+        if change is not None:
+            raise RuntimeError(
+                f"{layers.where()} is not what it was at forward ({change}), so recomputation would give other "
+                f"gradients; call backward() before optimizer.step(), train() and eval(), or {layers.otherwise}"
+            )
+        if self._kept is None:
+            raise RuntimeError(
+                f"{layers.where()} cannot run again, because what it drew and kept is forgotten: a backward pass has "
+                "differentiated it and failed afterwards; call the pipeline again before the next backward()"
+            )
+        drawn, state = self._kept
+        forget_parametrizations()
+        with (
+            layers.exclusively(),
+            layers.random.replay(drawn),
+            _nothing if state is None else state.again(),
+            second_run(),
+        ):
+            result = compute()
+        forget_parametrizations()
+        return result
+
+    def compare(self, outputs: Iterable[Tensor | None]) -> None:
+        """Compare what the second run has returned, if that is still to be done.
+
+        Raises:
+            RuntimeError: it is not what the first run returned.
+        """
+        if not self.is_compared or self._structure in self._layers.compared:
+            return
+        difference = difference_of(self._sums, outputs)
+        if difference is not None:
+            raise RuntimeError(
+                f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
+                "gradients would be wrong; let it compute with its inputs, with buffers, or with numbers and small "
+                f"tensors among the attributes of its modules, which are as they were before, or "
+                f"{self._layers.otherwise}"
+            )
+        self._layers.compared.add(self._structure)
+
+    def forget(self) -> None:
+        """Forget what takes memory, when there is no further run: copies, and states of generators in kilobytes."""
+        if self._kept is not None:
+            drawn, state = self._kept
+            if drawn or (state is not None and state.holds_memory):
+                self._kept = None

@@ -1,0 +1,188 @@
+"""What layers keep from run to run: a second run begins with what the first began with, and leaves what it finds.
+
+A layer may keep tensors and numbers, as buffers or as plain attributes, change them in its forward, and compute with
+them: the vectors of a spectral norm, a codebook, a temperature. So what a first run finds is noted before. What the run
+changes of it is kept until the second run, and is in the layer, tensors as copies, for as long as that runs.
+
+What tells that a tensor has changed is costly or unreliable: versions say nothing of ``.data``, of NumPy and of norms,
+and values have to be waited for. So small tensors are copied before each first run, without a question. A large one,
+such as a causal mask, is compared once, around the first run of its layer, and copied again only if that changed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.torch_internals import dispatch_modes, versions
+from torchgpipe.replay.statistics import only_written
+
+__all__ = ["Before", "State"]
+
+#: What every module has; it is no state, or other parts look after it.
+_OF_EVERY_MODULE = {*vars(nn.Module())}
+
+#: What a second run is given. Other objects, such as lists, are not looked into.
+_KINDS = (int, float, str, type(None), Tensor)
+
+#: The bytes of the largest tensor that is copied before every first run.
+_SMALL = 2**16
+
+#: By module, the large tensors that first runs have changed in place; a module that is not here has not run.
+_changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+_nothing: Any = object()
+
+
+class _Place(NamedTuple):
+    """Where a module keeps values by name: its buffers, or its attributes."""
+
+    module: nn.Module
+    values: dict[str, Any]
+    only_written: tuple[str, ...]  # what it never reads in training
+
+
+class State:
+    """What modules keep.
+
+    Args:
+        modules: the modules
+
+    Attributes:
+        owners: the modules that train and have buffers, which run in one thread at a time
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places: list[_Place] = []
+        owners = []
+        for module in modules:
+            # Classes of PyTorch keep nothing but buffers, and ours look after themselves.
+            is_users = not type(module).__module__.startswith(("torch.", "torchgpipe."))
+            if is_users:
+                self._places.append(_Place(module, vars(module), ()))
+            if (is_users or module._buffers) and isinstance(module._buffers, dict):  # Not those of TorchScript.
+                self._places.append(_Place(module, module._buffers, only_written(module)))
+                owners += [module] * bool(module.training and module._buffers)
+        self.owners = frozenset(owners)
+
+    def begin(self) -> Before | None:
+        """Note the state before a first run; None if there can be none."""
+        return Before(self._places) if self._places else None
+
+
+class Before:
+    """The state before a first run, and then what of it the second run needs.
+
+    Args:
+        places: where it is
+    """
+
+    __slots__ = ("_copies", "_found", "_large", "_needed")
+
+    def __init__(self, places: Iterable[_Place]) -> None:
+        #: For each place what is there, and how many names there are.
+        self._found: list[tuple[_Place, dict[str, Any], int]] = []
+        #: Copies of tensors; None for those that are only written.
+        self._copies: dict[Tensor, Tensor | None] = {}
+        #: Large tensors, with their versions.
+        self._large: list[tuple[nn.Module, str, Tensor, list[int]]] = []
+        #: What the second run finds under names: values, or nothing.
+        self._needed: list[tuple[dict[str, Any], str, Any]] = []
+        for place in places:
+            values = {name: value for name, value in place.values.items() if name not in _OF_EVERY_MODULE}
+            self._found.append((place, values, len(place.values)))
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    self._note(place, name, value)
+
+    def _note(self, place: _Place, name: str, tensor: Tensor) -> None:
+        if name in place.only_written:
+            if place.module.training:
+                self._copies[tensor] = None
+        elif type(tensor) is Tensor and not tensor.requires_grad and tensor not in self._copies:
+            known, is_small = _changing.get(place.module), _is_small(tensor)
+            if is_small or known is None or name in known:
+                self._copies[tensor] = tensor.clone()
+            if not is_small:
+                self._large.append((place.module, name, tensor, versions([tensor])))
+
+    def end(self) -> None:
+        """Keep what the first run has changed, and forget the rest.
+
+        Raises:
+            RuntimeError: it has changed a large tensor in place that earlier runs have not changed.
+        """
+        # Tensors of dispatch modes may have no values.
+        for module, name, tensor, before in [] if dispatch_modes() else self._large:
+            copy, known = self._copies.get(tensor), _changing.setdefault(module, set())
+            if copy is not None and name not in known:
+                if torch.equal(copy, tensor):
+                    del self._copies[tensor]
+                else:
+                    known.add(name)
+            elif copy is None and versions([tensor]) != before:
+                known.add(name)
+                raise RuntimeError(
+                    f"'{name}' of a {type(module).__name__} was changed in place, which no run has done before, so no "
+                    f"copy of its {tensor.nbytes} bytes was made for recomputation; run the mini-batch again: from now "
+                    "on there are copies"
+                )
+        for place, values, count in self._found:
+            now = place.values
+            for name, value in values.items():
+                if now.get(name, _nothing) is not value:
+                    self._need(place, name, value)
+                elif isinstance(value, Tensor) and value in self._copies:
+                    self._needed.append((now, name, value))
+            if len(now) != count:
+                new = now.keys() - values.keys() - _OF_EVERY_MODULE
+                self._needed += [(now, name, _nothing) for name in new if isinstance(now[name], _KINDS)]
+        self._found, self._large = [], []
+
+    def _need(self, place: _Place, name: str, value: Any) -> None:
+        """Keep a value that another one has replaced."""
+        if isinstance(value, Tensor) and (
+            value.grad_fn is not None or not (_is_small(value) or place.values is place.module._buffers)
+        ):
+            # An activation, which the layer shows, and sets anew in each run; it would stay in memory.
+            self._copies.pop(value, None)
+        elif isinstance(value, _KINDS):
+            self._needed.append((place.values, name, value))
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether there are copies of tensors."""
+        return any([copy is not None for copy in self._copies.values()])
+
+    def again(self) -> AbstractContextManager[None]:
+        """Let the modules have this state in a ``with`` block, and then what they had before."""
+        return self._exchanged() if self._needed else nullcontext()
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        # A tensor may be in two places.
+        fresh = {tensor: (tensor if copy is None else copy).clone() for tensor, copy in self._copies.items()}
+        now = [(values, name, values.get(name, _nothing)) for values, name, _ in self._needed]
+        try:
+            for values, name, value in self._needed:
+                _put(values, name, fresh.get(value, value) if isinstance(value, Tensor) else value)
+            yield
+        finally:
+            for values, name, value in now:
+                _put(values, name, value)
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    if value is not _nothing:
+        values[name] = value
+    else:
+        values.pop(name, None)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL or tensor.layout is not torch.strided
