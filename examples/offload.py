@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     for offload in (False, True):
         model = torchgpipe.pipelined(
             copy.deepcopy(plain),
-            torch.zeros(2, 8, dtype=torch.int64),
+            torch.arange(16).view(2, 8),
             chunks=4,
             devices=[device],
             partitions=options.partitions,

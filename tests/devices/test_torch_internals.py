@@ -566,6 +566,13 @@ def test_the_reader_finds_private_names() -> None:
     ]
 
 
+def test_frame_of() -> None:
+    frame: Any = internals.frame_of(threading.get_ident())
+    while frame.f_code.co_name != "test_frame_of":
+        frame = frame.f_back
+    assert frame.f_globals["__name__"] == __name__
+
+
 def test_no_other_file_reaches_a_private_name_of_torch() -> None:
     trees = {path: ast.parse(path.read_text()) for path in FILES}
     ours = (

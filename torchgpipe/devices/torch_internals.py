@@ -12,6 +12,7 @@ cannot change them quietly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = [
     "fake_tensor_mode",
     "forget_parametrizations",
     "forward_mode_is_active",
+    "frame_of",
     "function_modes",
     "gradient_hooks",
     "handling_operations",
@@ -515,3 +517,15 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- Python
+
+
+def frame_of(ident: int) -> Any:
+    """Return the frame that a thread of this number runs, or None.
+
+    An error names the line that a micro-batch waits in. Of Python, documented in spite of its name; `faulthandler`
+    prints all threads, to a file only.
+    """
+    return sys._current_frames().get(ident)

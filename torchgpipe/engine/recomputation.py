@@ -45,8 +45,7 @@ class Recomputation:
             RuntimeError: the layers have changed their input in place.
         """
         cell = self.cell
-        # The last cell of a step computes a loss.
-        self._run = Run(cell.call.layers, leaves, type(cell).__name__)
+        self._run = Run(cell.call.layers, leaves)
         with cell.recorded("forward"):
             outputs = self._run.first(partial(cell.compute, leaves))
             if self._run.is_compared:

@@ -247,6 +247,8 @@ class _MicroBatches:
                     step_cell = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
                     keep = partial(self._let_rest, values, leaves, Action("F", i, j), Action("B", i, j))
                     outputs = step_cell.run(leaves, keep)
+                    if last is not None and step_cell.recomputes:
+                        last.differentiate_loss(outputs)
                     self._cells[i, j], exits = step_cell, step_cell.exits
             if self._aliases.host_memory is not None:
                 self._aliases.verify_returned(outputs, call.where)
@@ -331,28 +333,27 @@ class _LastCell(Cell):
         self.grads: Leaves = ()
 
     def compute(self, leaves: Leaves) -> Leaves:
-        """Run the layers, and in the first run the loss function behind them."""
+        """Run the layers and, unless these will run or have run twice, the loss function behind them."""
         outputs = super().compute(leaves)
-        finish, self._finish = self._finish, None
-        if finish is None:
+        if self._finish is None or (self._backward and not torch.is_grad_enabled()):
             return outputs
-        if self._backward and not torch.is_grad_enabled():
-            self.grads = self._differentiated(finish, outputs)
-            return outputs
-        share = finish(self.i, self.end(outputs))
+        share = self._finish(self.i, self.end(outputs))
         self.grads = (torch.ones_like(share),)
         return (share,)
 
-    def _differentiated(self, finish: Finish, outputs: Leaves) -> Leaves:
-        """Return the gradients of the loss with respect to the output."""
+    def differentiate_loss(self, outputs: Leaves) -> None:
+        """Compute the loss of the output of a first run, and its gradients with respect to that."""
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
         # Which leaves need a gradient is known in the second run only.
         can_need = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
         cut = CutGraph(self.call.device, self.call.by_itself)
         with torch.enable_grad():
-            entered = iter(cut.enter(*[x for x, can in zip(outputs, can_need) if can and x is not None]))
+            entered = iter(cut.enter(*[x.detach() for x, can in zip(outputs, can_need) if can and x is not None]))
             share = finish(self.i, self.end(tuple([next(entered) if can else x for x, can in zip(outputs, can_need)])))
         if not share.requires_grad:
-            return (None,) * len(outputs)
+            self.grads = (None,) * len(outputs)
+            return
         try:
             with (
                 filling_aliases(),
@@ -364,7 +365,7 @@ class _LastCell(Cell):
         except BaseException as error:
             error.add_note("in the backward of the loss")
             raise
-        return tuple([_of_its_own(next(grads)) if can else None for can in can_need])
+        self.grads = tuple([_of_its_own(next(grads)) if can else None for can in can_need])
 
 
 def _of_its_own(grad: Leaf) -> Leaf:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.cell import Export
@@ -31,7 +32,8 @@ from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
-from torchgpipe.proof.proof import Gradients, Number, PlainFails, Proof, Roots, Run, Take, copy_of, outside_name
+from torchgpipe.proof.proof import Gradients, Number, PlainFails, PlainRun, Proof, Roots, Take, copy_of, outside_name
+from torchgpipe.replay.random import generators_in
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["FramesProof", "prove"]
@@ -107,6 +109,7 @@ class FramesProof(Proof):
         self._with_loss = with_loss
         self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
         self._random: NumbersOfProof | None = None
+        self._drawn_before: list[bytes] = []
         self._loss: MicroBatchLoss | None = None
         #: The factor of each micro-batch in the loss of a step.
         self._factors: dict[int, float] = {}
@@ -135,6 +138,7 @@ class FramesProof(Proof):
         with self._pipeline.in_one_piece(backward=True) as aliases:
             self._aliases, self._random = aliases, NumbersOfProof()
             self._loss = self._loss_of(self._batch)
+            self._drawn_before = self._states_of_layers()
             yield _Aliased(aliases, self._names)
 
     def following(self, i: int) -> AbstractContextManager[object]:
@@ -145,7 +149,12 @@ class FramesProof(Proof):
         # The numbers of a device would have to go with the micro-batch from device to device.
         assert self._random is not None
         drawn = self._random.drawn
-        return any(drawn) or self._random.draws_in_python, drawn.device and len(set(self._devices)) > 1
+        of_layers = self._states_of_layers() != self._drawn_before
+        return any(drawn) or self._random.draws_in_python or of_layers, drawn.device and len(set(self._devices)) > 1
+
+    def _states_of_layers(self) -> list[bytes]:
+        """Return the states of generators that layers have of their own."""
+        return [state_of(generator).numpy().tobytes() for generator in generators_in(self._module.modules())]
 
     def plain(self, i: int | None) -> Any:
         return self._call(self._batch.arguments if i is None else self._batch.parts[i])
@@ -288,7 +297,7 @@ class FramesProof(Proof):
 
     # -------------------------------------------------------------------------------------------------------- pipeline
 
-    def compare_pipeline(self, apart: Run) -> None:
+    def compare_pipeline(self, apart: PlainRun) -> None:
         pipeline, settings = self._pipeline, self._settings
         if settings.loss_fn is None:
             verify_known(apart.outputs[0])

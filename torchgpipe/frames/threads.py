@@ -5,7 +5,6 @@ Starting a thread takes as long as a small cell. So a mini-batch has as many thr
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from torchgpipe.devices.torch_internals import frame_of
 from torchgpipe.engine.interrupts import join, uninterrupted
 
 __all__ = ["Threads", "place_of", "seconds_of"]
@@ -79,7 +79,7 @@ def seconds_of(ident: int) -> float:
 
 def place_of(ident: int) -> str:
     """Return the place in the code where a thread is, outside of this library and of Python's own ``threading``."""
-    frame = sys._current_frames().get(ident)
+    frame = frame_of(ident)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchgpipe", "threading"):
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -38,7 +38,18 @@ from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_in
 
-__all__ = ["Gradients", "Number", "PlainFails", "Proof", "Roots", "Run", "Take", "copy_of", "outside_name", "prints"]
+__all__ = [
+    "Gradients",
+    "Number",
+    "PlainFails",
+    "PlainRun",
+    "Proof",
+    "Roots",
+    "Take",
+    "copy_of",
+    "outside_name",
+    "prints",
+]
 
 #: The gradients of a run by the names of parameters; None for a parameter that has none.
 Gradients = dict[str, Fingerprint | None]
@@ -70,7 +81,7 @@ class PlainFails(Exception):
         self.error = error
 
 
-class Run(NamedTuple):
+class PlainRun(NamedTuple):
     """What the plain model has computed, micro-batch by micro-batch.
 
     Attributes:
@@ -117,6 +128,8 @@ class Proof(ABC):
         self.comparison = Comparison(epsilon)
         self._outside = Outside()
         self._draws = False
+        #: Whether the last run of some rows has drawn random numbers.
+        self._drew = False
         #: The longest that the plain model has taken for a micro-batch.
         self._seconds = 0.0
 
@@ -163,7 +176,7 @@ class Proof(ABC):
         """Let micro-batch ``i`` draw its random numbers in a ``with`` block."""
 
     @abstractmethod
-    def compare_pipeline(self, apart: Run) -> None:
+    def compare_pipeline(self, apart: PlainRun) -> None:
         """Run the pipeline, forward and backward, and compare it with the plain model."""
 
     @abstractmethod
@@ -172,7 +185,7 @@ class Proof(ABC):
 
     @abstractmethod
     def draws(self) -> tuple[bool, bool]:
-        """Return what a `Run` says of the random numbers of the last run."""
+        """Return what a `PlainRun` says of the random numbers of the last run."""
 
     def extent(self, count: int) -> AbstractContextManager[object]:
         """Surround the run of so many micro-batches."""
@@ -226,7 +239,7 @@ class Proof(ABC):
         except PlainFails as failure:
             raise failure.error from failure.__cause__
 
-    def _run_apart(self) -> tuple[bool, Run]:
+    def _run_apart(self) -> tuple[bool, PlainRun]:
         """Run the plain model on each micro-batch, in training if it can be, or else in evaluation."""
         for training in (True, False):
             try:
@@ -245,7 +258,7 @@ class Proof(ABC):
             self.skip("training, in which the model draws from generators that do not follow a micro-batch")
         return training, run
 
-    def _evaluated(self, apart: Run, couples: bool) -> list[Any] | None:
+    def _evaluated(self, apart: PlainRun, couples: bool) -> list[Any] | None:
         """Compare rows in evaluation, unless the model does there what it does in training; return the outputs."""
         try:
             with in_mode(self._module, False), torch.no_grad():
@@ -274,7 +287,7 @@ class Proof(ABC):
 
     # ------------------------------------------------------------------------------------------------ the plain model
 
-    def apart(self, *, backward: bool = True, scale: int = 1) -> Run:
+    def apart(self, *, backward: bool = True, scale: int = 1) -> PlainRun:
         """Run the plain model on each micro-batch.
 
         Args:
@@ -296,13 +309,13 @@ class Proof(ABC):
             draws, loss = self.draws(), self.total() if backward else None
             changed = buffers.changed()
             gradients = self._gradients(stand_ins) if backward else None
-        return Run(outputs, loss, changed, gradients, *draws)
+        return PlainRun(outputs, loss, changed, gradients, *draws)
 
     def _compare_rows(self, training: bool) -> None:
         """Compare rows together with rows apart, and the numbers among the outputs with their gradients."""
         with in_mode(self._module, training):
             parts = [self._with_numbers(i) for i in range(len(self._sizes))]
-            draws = any(self.draws())
+            draws = self._drew
             together, numbers = self._with_numbers(None)
         self.compare_outputs_of_rows(together, [output for output, _ in parts], training=training, draws=draws)
         for path, number in numbers.items() if not draws else ():
@@ -323,6 +336,7 @@ class Proof(ABC):
                     if self._differentiate(roots, stand_ins, keep_graph=path != [*found][-1]):
                         gradients = self._gradients(stand_ins)
                 numbers[path] = Number(value.detach(), gradients)
+            self._drew = any(self.draws())
             return self.without_graph(output), numbers
 
     def _differentiate(self, roots: Roots, stand_ins: Take, *, scale: int = 1, keep_graph: bool = False) -> bool:

@@ -21,7 +21,7 @@ from torchgpipe.model.loss import MeanLoss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
-from torchgpipe.proof.proof import Number, Proof, Roots, Run, Take, copy_of, outside_name, prints
+from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, copy_of, outside_name, prints
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
@@ -175,7 +175,7 @@ class SequentialProof(Proof):
     def total(self) -> Tensor | None:
         return self._loss.sum() if self._steps and self._loss is not None else None
 
-    def _run_apart(self) -> tuple[bool, Run]:
+    def _run_apart(self) -> tuple[bool, PlainRun]:
         training, run = super()._run_apart()
         if run.draws:
             self.comparison.note("random numbers", _DRAWS)
@@ -211,7 +211,7 @@ class SequentialProof(Proof):
 
     # -------------------------------------------------------------------------------------------------------- pipeline
 
-    def compare_pipeline(self, apart: Run) -> None:
+    def compare_pipeline(self, apart: PlainRun) -> None:
         outputs = self._gather([*apart.outputs])
         self._compare("", apart, _named(outputs), lambda: self._differentiated(self._pipeline()))
         if self._make_loss is not None:
@@ -224,7 +224,7 @@ class SequentialProof(Proof):
                 self._steps, self._loss = False, None
 
     def _compare(
-        self, what: str, apart: Run, outputs: Mapping[str, Tensor], run: Callable[[], dict[str, Tensor]]
+        self, what: str, apart: PlainRun, outputs: Mapping[str, Tensor], run: Callable[[], dict[str, Tensor]]
     ) -> None:
         """Run the pipeline, and compare its outputs, the buffers and the gradients with those of the layers."""
         with self._untouched(), _StandIns(self._module) as stand_ins:

@@ -97,7 +97,6 @@ class Run:
     Args:
         layers: what runs
         inputs: the tensors that they are given
-        kind: what tells runs of these layers apart, beside their inputs
 
     Attributes:
         is_compared: whether what the two runs return is to be compared
@@ -105,11 +104,11 @@ class Run:
 
     __slots__ = ("_inputs", "_kept", "_layers", "_structure", "_sums", "_versions", "is_compared")
 
-    def __init__(self, layers: Layers, inputs: Sequence[Tensor | None], kind: Hashable = None) -> None:
+    def __init__(self, layers: Layers, inputs: Sequence[Tensor | None]) -> None:
         self._layers = layers
         self._inputs: Sequence[Tensor | None] = inputs
         # Without sizes: a model of sentences has new ones in many mini-batches.
-        self._structure: Hashable = (kind, *[None if x is None else x.dim() for x in inputs])
+        self._structure: Hashable = tuple([None if x is None else x.dim() for x in inputs])
         # A dispatch mode would see the sums, and tensors of some modes have no values.
         self.is_compared = self._structure not in layers.compared and not dispatch_modes()
         self._sums: list[Tensor | None] = []
