@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -273,27 +272,28 @@ class FramesProof(Proof):
 
     def _find_rules_of_items(self) -> None:
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
-        arguments, given = self._batch.arguments, gives_items(self._batch)
         study, forward = self._settings.study, self._model._torchgpipe_forward
-        if given or not study.rules.get(False) or not _takes_items(forward):
+        if gives_items(self._batch) or not study.rules.get(False) or not _takes_items(forward):
             return
+        # Two rows are enough, as this is about values only.
+        arguments = study.splitter.resized(self._batch.arguments, 2)
+        arguments = arguments._replace(kwargs={**arguments.kwargs, "num_items_in_batch": 7})
         with torch.no_grad(), in_mode(self._module, False):
-            kwargs = {**arguments.kwargs, "num_items_in_batch": 7}
             try:
-                self._compare_numbers(replace(self._batch, arguments=arguments._replace(kwargs=kwargs)))
+                self._compare_numbers(study.splitter.micro_batches(arguments, 2))
             except (TypeError, RuntimeError):
                 return  # It does not take this argument.
 
     def _compare_numbers(self, batch: SplitBatch) -> None:
         """Find the rules of a mini-batch by the values of numbers alone."""
-        before, comparison = self._batch, self.comparison
-        self._batch, self.comparison = batch, Comparison(self._settings.study.epsilon)
+        before, sizes, comparison = self._batch, self._sizes, self.comparison
+        self._batch, self._sizes, self.comparison = batch, batch.sizes, Comparison(self._settings.study.epsilon)
         try:
             parts = [self._with_numbers(i)[1] for i in range(len(self._sizes))]
             for path, number in self._with_numbers(None)[1].items():
                 self.compare_number(path, number, [part[path] for part in parts if path in part])
         finally:
-            self._batch, self.comparison = before, comparison
+            self._batch, self._sizes, self.comparison = before, sizes, comparison
 
     # -------------------------------------------------------------------------------------------------------- pipeline
 

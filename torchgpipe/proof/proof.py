@@ -304,7 +304,7 @@ class Proof(ABC):
                     self._seconds = max(self._seconds, time.perf_counter() - begin)
                     roots = self.roots(i, output) if backward else []
                     outputs.append(self.without_graph(output))
-                backward = backward and self._differentiate(roots, stand_ins, scale=scale)
+                backward = backward and self._differentiate(roots, stand_ins, "gradients", scale=scale)
                 del output, roots
             draws, loss = self.draws(), self.total() if backward else None
             changed = buffers.changed()
@@ -333,13 +333,16 @@ class Proof(ABC):
                 gradients = None
                 if value.requires_grad:
                     roots = [(value, torch.ones_like(value))]
-                    if self._differentiate(roots, stand_ins, keep_graph=path != [*found][-1]):
+                    what = f"gradients of '{path}' of rows together"
+                    if self._differentiate(roots, stand_ins, what, keep_graph=path != [*found][-1]):
                         gradients = self._gradients(stand_ins)
                 numbers[path] = Number(value.detach(), gradients)
             self._drew = any(self.draws())
             return self.without_graph(output), numbers
 
-    def _differentiate(self, roots: Roots, stand_ins: Take, *, scale: int = 1, keep_graph: bool = False) -> bool:
+    def _differentiate(
+        self, roots: Roots, stand_ins: Take, what: str, *, scale: int = 1, keep_graph: bool = False
+    ) -> bool:
         """Differentiate from roots, and return whether that was possible: a model that only evaluates may fail."""
         if not roots:
             return True
@@ -352,8 +355,8 @@ class Proof(ABC):
         except Exception as error:
             if ran_out_of_memory(error):
                 raise
-            if not any([reason.startswith("gradients") for reason in self.comparison.skipped]):
-                self.skip(f"gradients, because the plain model cannot be differentiated ({_said(error)})")
+            if not any([reason.startswith("gradients,") for reason in self.comparison.skipped]):
+                self.skip(f"{what}, because the plain model cannot be differentiated ({_said(error)})")
             return False
         return True
 
