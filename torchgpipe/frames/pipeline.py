@@ -419,14 +419,15 @@ class Pipeline:
             return output
 
     @contextmanager
-    def in_one_piece(self, *, backward: bool) -> Iterator[Aliases]:
+    def in_one_piece(self, *, backward: bool, moved: Callable[[int], None] = lambda _: None) -> Iterator[Aliases]:
         """Let the model run in this thread, from device to device, in a ``with`` block.
 
         Args:
             backward: whether gradients are wanted, which go to the aliases
+            moved: is called with the column of each module of the spine
         """
         columns = Columns(self.settings, self.streams)
-        visitor = InOnePiece(columns, self.identity)
+        visitor = InOnePiece(columns, self.identity, moved)
         with (
             self.aliased(backward=backward, alone=True) as aliases,
             visiting(visitor),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import variations
+from torchgpipe.frames.visitors import unobserved
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
@@ -109,6 +110,9 @@ class FramesProof(Proof):
         self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
         self._random: NumbersOfProof | None = None
         self._drawn_before: list[bytes] = []
+        #: The micro-batch that runs in the plain model, and what lets generators follow it.
+        self._following: int | None = None
+        self._generators = ExitStack()
         self._loss: MicroBatchLoss | None = None
         #: The factor of each micro-batch in the loss of a step.
         self._factors: dict[int, float] = {}
@@ -134,22 +138,33 @@ class FramesProof(Proof):
 
     @contextmanager
     def running_plain(self) -> Iterator[Take]:
-        with self._pipeline.in_one_piece(backward=True) as aliases:
+        with self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as aliases:
             self._aliases, self._random = aliases, NumbersOfProof()
             self._loss = self._loss_of(self._batch)
             self._drawn_before = self._states_of_layers()
             yield _Aliased(aliases, self._names)
 
-    def following(self, i: int) -> AbstractContextManager[object]:
-        assert self._random is not None
-        return self._random.of(i, self._devices[0])
+    @contextmanager
+    def following(self, i: int) -> Iterator[None]:
+        self._following = i
+        with self._generators:
+            self._draw_on(0)
+            try:
+                yield
+            finally:
+                self._following = None
 
-    def draws(self) -> tuple[bool, bool]:
-        # The numbers of a device would have to go with the micro-batch from device to device.
+    def _draw_on(self, column: int) -> None:
+        """Let the random numbers of the micro-batch go on on the device of a column."""
+        if self._following is None or self._random is None:  # What runs again at backward draws what it has drawn.
+            return
+        self._generators.close()
+        self._generators.enter_context(self._random.of(self._following, self._devices[column]))
+
+    def draws(self) -> bool:
         assert self._random is not None
-        drawn = self._random.drawn
         of_layers = self._states_of_layers() != self._drawn_before
-        return any(drawn) or self._random.draws_in_python or of_layers, drawn.device and len(set(self._devices)) > 1
+        return any(self._random.drawn) or self._random.draws_in_python or of_layers
 
     def _states_of_layers(self) -> list[bytes]:
         """Return the states of generators that layers have of their own."""
@@ -171,7 +186,8 @@ class FramesProof(Proof):
         return each(output)
 
     def without_graph(self, output: Any) -> Any:
-        return mapped(output, copy_of, caches=True)
+        with unobserved():
+            return mapped(output, copy_of, caches=True)
 
     def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
@@ -182,8 +198,13 @@ class FramesProof(Proof):
     def roots(self, i: int, output: Any) -> Roots:
         if self._loss is not None:
             value, share = self._loss.of(i, output)
-            return [(value, torch.full_like(value, share))] if value.requires_grad else []
-        return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
+            with unobserved():
+                return [(value, torch.full_like(value, share))] if value.requires_grad else []
+        with unobserved():
+            return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
+
+    def aside(self) -> AbstractContextManager[None]:
+        return unobserved()
 
     def total(self) -> Tensor | None:
         if self._loss is None:

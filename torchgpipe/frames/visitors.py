@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import pop_function_mode, push_function_mode, versions
+from torchgpipe.devices.torch_internals import function_modes, pop_function_mode, push_function_mode, versions
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
@@ -23,7 +23,7 @@ from torchgpipe.frames.rest import FrameRest
 from torchgpipe.model.state import apart
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
 
-__all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "visiting"]
+__all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "unobserved", "visiting"]
 
 
 @contextmanager
@@ -246,17 +246,31 @@ class RecomputationVisitor:
         return door.call_exchanged(args, kwargs, self._columns.copier(self._columns.devices[door.column]))
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Take the mode of a frame, or of a run in one piece, off the stack for a ``with`` block: tensors stay in place."""
+    modes = function_modes()
+    mode = pop_function_mode() if modes and isinstance(modes[-1], (Glue, InOnePiece)) else None
+    try:
+        yield
+    finally:
+        if mode is not None:
+            push_function_mode(mode)
+
+
 class InOnePiece(TorchFunctionMode):
     """The visitor of a run in one piece, in the caller's thread, which goes from device to device as the model does.
 
     Args:
         columns: the columns, some of them on different devices
         owner: the identity of the pipeline
+        moved: is called with the column of each module of the spine
     """
 
-    def __init__(self, columns: Columns, owner: Owner) -> None:
+    def __init__(self, columns: Columns, owner: Owner, moved: Callable[[int], None] = lambda _: None) -> None:
         super().__init__()
         self.owner = owner
+        self._moved = moved
         self._columns = columns
         self._change = columns.copier(columns.devices[0])
         self._is_off = False
@@ -267,6 +281,7 @@ class InOnePiece(TorchFunctionMode):
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
+        self._moved(door.column)
         self._change = self._columns.copier(self._columns.devices[door.column])
         return door.call_exchanged(args, kwargs, self._brought)
 

@@ -90,7 +90,6 @@ class PlainRun(NamedTuple):
         buffers: the buffers that have changed
         gradients: those of all micro-batches; None if the plain model cannot be differentiated
         draws: whether it draws random numbers
-        draws_apart: whether it draws from generators that cannot follow a micro-batch from device to device
     """
 
     outputs: list[Any]
@@ -98,7 +97,6 @@ class PlainRun(NamedTuple):
     buffers: dict[str, Tensor]
     gradients: Gradients | None
     draws: bool
-    draws_apart: bool
 
 
 class Number(NamedTuple):
@@ -120,6 +118,9 @@ class Proof(ABC):
     Attributes:
         comparison: the table
     """
+
+    #: Whether the pipeline draws other random numbers than the plain model.
+    draws_in_another_order = False
 
     def __init__(
         self, module: nn.Module, devices: Sequence[torch.device], sizes: Sequence[int], epsilon: float
@@ -146,6 +147,10 @@ class Proof(ABC):
     @abstractmethod
     def without_graph(self, output: Any) -> Any:
         """Return an output with copies of its tensors, which the model may change later."""
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Leave what is around the plain model, such as a mode that moves tensors, for a ``with`` block."""
+        return nullcontext()
 
     @abstractmethod
     def numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
@@ -184,8 +189,8 @@ class Proof(ABC):
         """Run the pipeline forward in evaluation, and compare it with the plain model."""
 
     @abstractmethod
-    def draws(self) -> tuple[bool, bool]:
-        """Return what a `PlainRun` says of the random numbers of the last run."""
+    def draws(self) -> bool:
+        """Return whether the plain model has drawn random numbers in the present run."""
 
     def extent(self, count: int) -> AbstractContextManager[object]:
         """Surround the run of so many micro-batches."""
@@ -253,9 +258,9 @@ class Proof(ABC):
                 self.skip(f"training, in which the plain model fails on the sample ({_said(error)})")
                 continue
             self._draws |= run.draws
-            if not (training and run.draws_apart):
-                return training, run
-            self.skip("training, in which the model draws from generators that do not follow a micro-batch")
+            if not (training and run.draws and self.draws_in_another_order):
+                break
+            self.skip("training, in which layers draw random numbers, and a pipeline draws in another order")
         return training, run
 
     def _evaluated(self, apart: PlainRun, couples: bool) -> list[Any] | None:
@@ -309,7 +314,7 @@ class Proof(ABC):
             draws, loss = self.draws(), self.total() if backward else None
             changed = buffers.changed()
             gradients = self._gradients(stand_ins) if backward else None
-        return PlainRun(outputs, loss, changed, gradients, *draws)
+        return PlainRun(outputs, loss, changed, gradients, draws)
 
     def _compare_rows(self, training: bool) -> None:
         """Compare rows together with rows apart, and the numbers among the outputs with their gradients."""
@@ -332,12 +337,13 @@ class Proof(ABC):
             for path, value in found.items():
                 gradients = None
                 if value.requires_grad:
-                    roots = [(value, torch.ones_like(value))]
+                    with self.aside():
+                        roots = [(value, torch.ones_like(value))]
                     what = f"gradients of '{path}' of rows together"
                     if self._differentiate(roots, stand_ins, what, keep_graph=path != [*found][-1]):
                         gradients = self._gradients(stand_ins)
                 numbers[path] = Number(value.detach(), gradients)
-            self._drew = any(self.draws())
+            self._drew = self.draws()
             return self.without_graph(output), numbers
 
     def _differentiate(
@@ -349,8 +355,9 @@ class Proof(ABC):
         tensors = [tensor for tensor, _ in roots]
         self._outside.note(tensors, stand_ins.own())
         try:
-            with Ambient().without_autocast():  # as the pipeline does
+            with self.aside():
                 grads = [grad * scale for _, grad in roots]
+            with Ambient().without_autocast():  # as the pipeline does
                 torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
         except Exception as error:
             if ran_out_of_memory(error):
@@ -361,10 +368,9 @@ class Proof(ABC):
         return True
 
     def _gradients(self, stand_ins: Take) -> Gradients:
-        gradients = prints(stand_ins.take())
-        for k, grad in enumerate(self._outside.take()):
-            gradients[outside_name(k)] = None if grad is None else fingerprint(grad)
-        return gradients
+        with self.aside():
+            outside = enumerate(self._outside.take())
+            return prints(stand_ins.take()) | prints([(outside_name(k), grad) for k, grad in outside])
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:

@@ -90,6 +90,8 @@ class SequentialProof(Proof):
         step: runs a step
     """
 
+    draws_in_another_order = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -140,9 +142,8 @@ class SequentialProof(Proof):
     def following(self, i: int) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def draws(self) -> tuple[bool, bool]:
-        draws = generator_states(self._devices) != self._before
-        return draws, draws
+    def draws(self) -> bool:
+        return generator_states(self._devices) != self._before
 
     def extent(self, count: int) -> AbstractContextManager[object]:
         return self._around(count, self._module)
