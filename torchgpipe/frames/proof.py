@@ -23,7 +23,7 @@ from torchgpipe.frames.cell import Export
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
-from torchgpipe.frames.outputs import join, verify_known
+from torchgpipe.frames.outputs import Rule, join, verify_known
 from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import variations
@@ -254,13 +254,17 @@ class FramesProof(Proof):
 
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
         rules = self._settings.study.rules.setdefault(gives_items(self._batch), {})
+        to_try: list[Rule] = []
         if self._loss is not None:
             tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
-            tried = [shares(self._settings, self._batch, rule) for rule in rules_to_try(self._settings)]
+            to_try = rules_to_try(self._settings)
+            if gives_items(self._batch):  # First what they are given for: in a few rows, a micro-batch may add nothing.
+                to_try.sort(key=lambda rule: rule != "sum")
+            tried = [shares(self._settings, self._batch, rule) for rule in to_try]
         fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
         if fitting and self._loss is None:
-            rules[path] = rules_to_try(self._settings)[fitting[0]]
+            rules[path] = to_try[fitting[0]]
         if not fitting and path in self._settings.may_differ:
             self.differing.append(path)
             return
