@@ -260,3 +260,26 @@ def test_a_thread_that_cannot_start(of: Callable[[nn.Sequential], nn.Module], mo
         assert threads.issuperset(threading.enumerate())
         assert all(parameter.grad is None for parameter in model.parameters())
     assert may_start >= 2
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("step", [False, True])
+def test_a_mask_that_layers_pass_on_requires_no_grad(pipe: Pipe, checkpoint: Any, step: bool) -> None:
+    """Behind a cell that runs again it required grad: it was differentiated, and its gradient copied back."""
+    required: list[bool] = []
+
+    def masked(linear: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = inputs
+        required.append(mask.requires_grad)
+        return linear(x) + mask, mask
+
+    layers = nn.Sequential(*[Using(masked) for _ in range(3)])
+    model = pipe(layers, [1, 1, 1], chunks=2, checkpoint=checkpoint, loss_fn=lambda y, _: y[0].square().mean())
+    x, mask = torch.randn(4, 4), torch.randn(4, 4)
+    if step:
+        model.step((x, mask))
+    else:
+        output, same = model((x, mask))
+        assert not same.requires_grad
+        output.sum().backward()
+    assert not any(required)

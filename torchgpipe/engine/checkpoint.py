@@ -26,10 +26,10 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.engine.function import Function
+from torchgpipe.engine.function import Function, mark_frozen
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.phony import get_phony
-from torchgpipe.engine.recomputation import Recomputation
+from torchgpipe.engine.recomputation import Recomputation, may_need_grad
 
 __all__ = ["Checkpoint", "Keep", "Recompute"]
 
@@ -48,7 +48,9 @@ class Checkpoint(Function):
         ctx.lane_device = recomputation.cell.call.lane_device
         outputs = recomputation.first_run(leaves)
         ctx.save_for_backward(*leaves)
-        return _detached(outputs) if ctx.lane_device is None else (get_phony(ctx.lane_device), *_detached(outputs))
+        aliases = _detached(outputs)
+        mark_frozen(ctx, aliases, may_need_grad(leaves, outputs))
+        return aliases if ctx.lane_device is None else (get_phony(ctx.lane_device), *aliases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
@@ -91,9 +93,7 @@ class Keep(Function):
         ctx.lane_device = kept.cell.call.lane_device
         outputs = kept.only_run(leaves)
         aliases = _detached(outputs)
-        ctx.mark_non_differentiable(
-            *[alias for alias, output in zip(aliases, outputs) if output is not None and not output.requires_grad]
-        )
+        mark_frozen(ctx, aliases, [output is not None and output.requires_grad for output in outputs])
         return aliases
 
     @staticmethod

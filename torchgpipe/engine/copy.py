@@ -33,7 +33,7 @@ import torch
 from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import is_shared
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.engine.function import Function
+from torchgpipe.engine.function import Function, mark_frozen
 from torchgpipe.engine.hooks import refuse_none_behind
 from torchgpipe.engine.record import Listener, recorded
 
@@ -200,7 +200,9 @@ class Wait(Function):
         ctx.set_materialize_grads(False)
         ctx.routes, ctx.i, ctx.are_tensors = routes, i, [leaf is not None for leaf in leaves]
         mark_ready(routes, i)
-        return tuple([None if leaf is None else leaf.detach() for leaf in leaves])
+        outputs = tuple([None if leaf is None else leaf.detach() for leaf in leaves])
+        mark_frozen(ctx, outputs, ctx.needs_input_grad[2:])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
@@ -216,7 +218,9 @@ class Copy(Function):
     def forward(ctx: Any, route: Route, i: int, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.route, ctx.i = route, i
-        return _copy(route, i, leaves)
+        outputs = _copy(route, i, leaves)
+        mark_frozen(ctx, outputs, ctx.needs_input_grad[2:])
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from torchgpipe.devices.torch_internals import (
     shares_memory,
     transforms_are_active,
 )
-from torchgpipe.devices.typing import Leaf
+from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.phony import get_phony
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Function",
     "accumulate",
     "gradients",
+    "mark_frozen",
     "nodes_behind",
     "refuse_transforms",
     "unshare",
@@ -43,6 +44,19 @@ class Function(torch.autograd.Function):
     """An autograd function whose ``apply`` goes straight to the engine, and does not know function transforms."""
 
     apply: Any = apply_directly
+
+
+def mark_frozen(ctx: Any, outputs: Leaves, needs: Sequence[bool]) -> None:
+    """Let outputs of a function that need no gradient not require one; autograd would take all of them along.
+
+    Args:
+        ctx: the context of the function
+        outputs: what its forward returns
+        needs: for each output, whether it needs a gradient
+    """
+    frozen = [output for output, need in zip(outputs, needs) if output is not None and not need]
+    if frozen:
+        ctx.mark_non_differentiable(*frozen)
 
 
 def refuse_transforms() -> None:

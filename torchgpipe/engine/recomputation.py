@@ -19,7 +19,7 @@ from torchgpipe.engine.function import Edge
 from torchgpipe.replay.generator_locks import own_locks
 from torchgpipe.replay.runs import Run
 
-__all__ = ["Recomputation", "entered", "roots_of"]
+__all__ = ["Recomputation", "entered", "may_need_grad", "roots_of"]
 
 
 class Recomputation:
@@ -119,6 +119,19 @@ class Recomputation:
         if not runs_again:
             self._run.forget()  # The engine drops its part now as well.
         return [next(result) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+
+
+def may_need_grad(leaves: Leaves, outputs: Leaves) -> list[bool]:
+    """Return for each output of a first run, which has no graph, whether it may need a gradient.
+
+    What the layers pass on as they got it, such as a mask, needs one if they got it with one. Of others, only the
+    second run can tell.
+    """
+    frozen = {id(leaf) for leaf in leaves if leaf is not None and not leaf.requires_grad}
+    return [
+        output is not None and (output.is_floating_point() or output.is_complex()) and id(output) not in frozen
+        for output in outputs
+    ]
 
 
 def entered(roots: Sequence[Edge | None], grads: Leaves) -> tuple[list[Edge], list[Tensor]]:

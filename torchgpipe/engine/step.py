@@ -30,7 +30,7 @@ from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.kept import KeptGraph
 from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.partition_call import PartitionCall
-from torchgpipe.engine.recomputation import Recomputation
+from torchgpipe.engine.recomputation import Recomputation, may_need_grad
 from torchgpipe.engine.record import Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.resting import Rested, awake
@@ -345,8 +345,7 @@ class _LastCell(Cell):
         """Compute the loss of the output of a first run, and its gradients with respect to that."""
         assert self._finish is not None
         finish, self._finish = self._finish, None
-        # Which leaves need a gradient is known in the second run only.
-        can_need = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
+        can_need = [x is not None and x.requires_grad for x in outputs]
         cut = CutGraph(self.call.device, self.call.by_itself)
         with torch.enable_grad():
             entered = iter(cut.enter(*[x.detach() for x, can in zip(outputs, can_need) if can and x is not None]))
@@ -415,8 +414,7 @@ class _StepCell:
                 outputs = self._run.first_run(leaves)
             self._leaves = keep()
             self._versions = versions(_at_hand(self._leaves))
-            # Which outputs need a gradient is known in the second run only.
-            needs = [x is not None and (x.is_floating_point() or x.is_complex()) for x in outputs]
+            needs = may_need_grad(leaves, outputs)
         else:
             self._run = KeptGraph(self._cell)
             self._needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
