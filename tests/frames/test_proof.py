@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients, same
 from torchgpipe import pipelined
+from torchgpipe.frames.proof import FramesProof
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.fingerprint import fingerprint
 
@@ -198,8 +199,9 @@ def test_a_backward_without_memory_is_an_error() -> None:
         def backward(ctx: Any, *grads: Tensor) -> Any:
             raise torch.OutOfMemoryError("the device is full")
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         two(chain(lambda self, x: Full.apply(Chain.forward(self, x))))
+    assert "give a sample of fewer rows" in raised.value.__notes__[-1]
 
 
 def test_autocast_around_it_rounds_coarsely() -> None:
@@ -291,7 +293,8 @@ def test_how_numbers_are_joined_is_found_by_value_and_gradient(
 
 @pytest.mark.parametrize("name", ["labels", "targets"])
 @pytest.mark.parametrize("shift", ["no", "sliced", "padded"])
-def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, shift: str) -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, shift: str, verify: bool) -> None:
     """The sample has no padding, which is what batches have: it is put into the sample."""
 
     def forward(self: Any, ids: Tensor, **more: Tensor) -> Tensor:
@@ -309,7 +312,7 @@ def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, 
     for row in range(6):
         labels[row, 5 - row // 2 :] = -100
     labels[3, 0] = -100
-    model = two(model, {"ids": ids[:2], name: ids[:2].clone()})
+    model = two(model, {"ids": ids[:2], name: ids[:2].clone()}, verify=verify)
     torch.testing.assert_close(model(ids, **{name: labels}), plain(ids, **{name: labels}))
 
 
@@ -332,8 +335,7 @@ def test_tensors_that_modules_keep_in_training_only_are_watched() -> None:
             model.layers[k].kept.backward()
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_lock_around_a_forward_is_refused(verify: bool) -> None:
+def test_a_lock_around_a_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A micro-batch waited for a lock that one held which had stopped at a boundary, without an end."""
 
     class Locked(Chain):
@@ -345,11 +347,9 @@ def test_a_lock_around_a_forward_is_refused(verify: bool) -> None:
             with self.lock:
                 return super().forward(x)
 
-    if verify:
-        with pytest.raises(
-            RuntimeError, match=r"micro-batch 1 waits for ever in .*test_proof.py:\d+.* take the lock aro"
-        ):
-            two(Locked())
+    monkeypatch.setattr(FramesProof, "patience", 0.1)
+    with pytest.raises(RuntimeError, match=r"micro-batch 1 waits for ever in .*test_proof.py:\d+.* take the lock aro"):
+        two(Locked())
 
 
 def test_what_a_first_run_moves_between_a_layer_and_its_parameter_is_put_back() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
-from torchgpipe.devices.memory import bytes_of
+from torchgpipe.devices.memory import bytes_of, ran_out_of_memory
 from torchgpipe.devices.torch_internals import is_optimized, own_call
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import weights_of
@@ -230,7 +230,12 @@ def _pipelined(
         try:
             with _telling():
                 _prove(module, arguments, target, verifies=verify is not False)
-        except BaseException:
+        except BaseException as error:
+            if ran_out_of_memory(error):
+                error.add_note(
+                    "while the sample ran through the plain model and the pipeline, to compare them: give a sample of "
+                    "fewer rows or shorter ones, or verify=False, which skips the comparison"
+                )
             cast(Any, module).unpipelined()
             raise
     return module

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,7 +57,12 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     if splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else 2 * splitter.rows
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        tried = variations(splitter, sample, settings.study.labels) if verifies else [sample]
+        try:
+            tried = variations(splitter, sample, settings.study.labels)
+        except ValueError:
+            if verifies:
+                raise
+            tried = [sample]
     with_loss = target is not None and settings.loss_fn is not None
     for arguments in tried:
         proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
@@ -68,7 +73,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
                 proof.find_rules()
             break
         except PlainFails as failure:
-            if arguments is tried[-1]:
+            if arguments is tried[-1] and verifies:
                 raise failure.error from failure.__cause__
     return proof
 
@@ -127,11 +132,18 @@ class FramesProof(Proof):
         return self.comparison
 
     def find_rules(self) -> None:
-        """Find out how numbers of micro-batches are joined, by their values, and compare nothing."""
+        """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
+
+        Raises:
+            PlainFails: the plain model does not take the micro-batches.
+        """
         if len(self._sizes) > 1:
-            with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module), suppress(Exception):
-                with in_mode(self._module, False):
-                    self._compare_numbers(self._batch)
+            with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module):
+                try:
+                    with in_mode(self._module, False):
+                        self._compare_numbers(self._batch)
+                except Exception as error:
+                    raise PlainFails(error) from error
                 self._find_rules_of_items()
 
     # ------------------------------------------------------------------------------------------------- the plain model
