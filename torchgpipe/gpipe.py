@@ -448,8 +448,10 @@ class GPipe(nn.Module):
             print(model.verify(input, target=target))
 
         The layers run one by one, micro-batch by micro-batch. The table compares the output, changed buffers and the
-        gradients of all parameters; the loss of a step, with its buffers and gradients; and the output of all rows at
-        once with that of the micro-batches. If layers draw random numbers, all of this runs in evaluation.
+        gradients of all parameters; the loss of a step, with its buffers and gradients; the output in evaluation; and
+        without a pipeline, the output and the loss of all rows together with those of the micro-batches, the loss with
+        its gradients: in evaluation, if there are batch norms or buffers that change in training. If layers draw random
+        numbers, nothing is compared in training, and the table says so.
 
         Args:
             *inputs: as for the model
@@ -458,6 +460,10 @@ class GPipe(nn.Module):
 
         Returns:
             a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
+
+        Raises:
+            RuntimeError: weights are in host memory, or the pipeline has been unwrapped.
+            Exception: what a layer raises without a pipeline.
         """
         self._refuse_unwrapped()
         if self._host_memory is not None:

@@ -48,7 +48,8 @@ def states() -> list[Any]:
     return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()]]
 
 
-def test_nothing_stays_behind() -> None:
+@pytest.mark.parametrize("option", ["may_differ", "verify"])
+def test_nothing_stays_behind(option: str) -> None:
     model: Any = Net()
     model.blocks[2].eval()
     heard: list[Any] = []
@@ -60,7 +61,7 @@ def test_nothing_stays_behind() -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters, modes, before = dict(model.named_parameters()), [one.training for one in model.modules()], states()
     with pytest.warns(UserWarning, match=r"\['balance'\] differ between rows together and rows apart"):
-        two(model, torch.randn(3, 4), may_differ=["balance"])
+        two(model, torch.randn(3, 4), **{option: ["balance"]})
     after = states()
     torch.randn(3, 4)
     assert after[1:] == before[1:]
@@ -106,10 +107,41 @@ def test_everything_is_compared() -> None:
         "loss, rows together and apart",
         "'value', rows together and apart",
         "loss",
-        *[f"'value' of micro-batch {i}" for i in range(3)],
+        *[f"'value' of micro-batch {i}{mode}" for i in range(3) for mode in ("", ", in evaluation")],
         *[f"gradient of '{name}'" for name, _ in model.named_parameters()],
     }
     assert str(table).splitlines()[-1] == "equal, but for the order of sums"
+
+
+def test_a_loss_function_is_compared_on_the_target_of_the_sample() -> None:
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum()
+
+    sample, target = torch.randn(2, 4), torch.randn(2, 4)
+    with pytest.raises(ValueError, match=r"the output 'loss' of 4 rows .*; it is a sum: give reduce='sum'"):
+        two(Chain(), sample, loss_fn=total, target=target)
+    two(Chain(), sample, loss_fn=total, target=target, reduce="sum")
+
+
+def test_a_long_proof_says_what_takes_so_long(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A test that does not wait: the timer of a proof runs out as soon as it is started."""
+    started = threading.Timer.start
+
+    def start(timer: threading.Timer) -> None:
+        assert timer.interval == 5
+        timer.interval = 0
+        started(timer)
+        timer.join()
+
+    two(Chain())
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(threading.Timer, "start", start)
+    two(Chain())
+    assert capfd.readouterr().err == (
+        "torchgpipe.pipelined: comparing the pipeline with the plain model on the sample ...\n"
+    )
 
 
 def test_the_first_tensor_that_differs_is_named_with_its_partition() -> None:

@@ -92,7 +92,8 @@ def pipelined(
     The module's own forward runs unchanged, once for each micro-batch, in a thread that stops where a partition begins.
     Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The sample proves it, or the
     model is refused. The module stays the object that it is: its class, names, ``state_dict`` and parameters are the
-    user's. It gains four attributes: ``step``, ``verify``, ``layout`` and ``unpipelined``.
+    user's. It gains four attributes: ``step``, ``verify``, ``layout`` and ``unpipelined``. ``model.verify(...)``
+    compares another mini-batch with the plain module, and returns a :class:`~torchgpipe.model.comparison.Comparison`.
 
     Args:
         module: the model; its parameters are moved to their devices
@@ -107,19 +108,22 @@ def pipelined(
         loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the loss, or a pair of the
             loss and other values; see :class:`GPipe` (default: the output's own ``loss``, or the number that the output
             is or begins with)
-        weight: for ``step``, takes the target of a micro-batch, or a dict of its arguments where a step is given no
-            target, and returns the weight of its loss in the mean (default: its labels that are not -100, or its rows)
-        reduce: ``'mean'`` or ``'sum'``: how numbers that micro-batches return, such as losses, are joined (default:
-            the sum where ``num_items_in_batch`` is given or ``loss_fn`` is a sum of PyTorch's, or else the weighted
-            mean)
+        weight: takes the target of a micro-batch, or a dict of its arguments where a step is given no target, and
+            returns the weight of its loss in the mean; without ``loss_fn``, of all numbers that the model returns
+            (default: its labels that count, or its rows)
+        reduce: ``'mean'`` or ``'sum'``: how numbers that micro-batches return, such as losses, are joined (default: as
+            ``loss_fn`` says, if it is one of PyTorch, or else the weighted mean; for numbers that the model returns,
+            the rule by which the sample gives what all rows give at once: a mean over labels or rows, or the sum)
         no_chunk: names of arguments that every micro-batch gets whole; ``'target'`` is the target of ``step``
         checkpoint: names of modules that keep only their inputs, and run again at backward; True or ``'always'`` for
             all of the spine, False or ``'never'`` for none (default: none, or under ``offload`` all)
-        verify: whether to run the sample through the pipeline and the plain model, and compare outputs, changed buffers
-            and the gradients of all parameters
+        verify: whether to run the sample, varied where its rows are equal, through the pipeline and the plain module,
+            in training and in evaluation, and compare outputs, changed buffers and the gradients of all parameters; and
+            in the plain module, all rows together with those of the micro-batches. What cannot be compared is a
+            :class:`UserWarning`. Names stand for True and ``may_differ``
         may_differ: the names of outputs, such as a loss that balances experts over the batch, that may differ between
             rows together and rows apart, with a warning
-        target: the target of the sample, with which ``loss_fn`` is compared, too
+        target: the target of the sample, with which ``verify`` compares the loss of ``loss_fn``, too
         offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
             leave afterwards, so a model may be larger than all devices. What recomputation keeps waits in host memory,
             too; with ``'weights'``, on the devices
@@ -134,6 +138,9 @@ def pipelined(
         TypeError: ``module`` cannot be pipelined, or an argument has another type.
         ValueError: the module has nothing to split, an argument does not fit, or the pipeline does not compute what the
             plain module computes; the error names the first tensor that differs.
+        RuntimeError: a micro-batch waits for ever, as for a lock, and the error names the line; or the forward does
+            what no pipeline can.
+        Exception: what the plain module raises on the sample, with a note.
     """
     return _pipelined(**locals())  # type: ignore[no-any-return]
 
@@ -443,8 +450,10 @@ class _Pipelined(nn.Module):
 
             print(model.verify(input_ids, labels=labels))
 
-        Compared are outputs, changed buffers and the gradients of all parameters, micro-batch by micro-batch, and the
-        outputs of all rows together with those of the micro-batches.
+        The pipeline and the plain model run on the same micro-batches, in training and in evaluation. The table
+        compares outputs, changed buffers and the gradients of all parameters. Of the plain model alone, it compares the
+        outputs of all rows together with those of the micro-batches, and numbers among them, such as a loss, with their
+        gradients: in evaluation, if the model draws random numbers, has batch norms or changes buffers in training.
 
         Args:
             *args: as for the model
@@ -453,6 +462,12 @@ class _Pipelined(nn.Module):
 
         Returns:
             a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
+
+        Raises:
+            ValueError: the plain model takes the mini-batch, but not as micro-batches, or a micro-batch fails in the
+                pipeline only.
+            RuntimeError: a micro-batch waits for ever, as for a lock.
+            Exception: what the plain model raises, with a note.
         """
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
@@ -591,7 +606,7 @@ def _subclass(kind: Any) -> Any:
     names = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
-        "__doc__": f"Pipelined by torchgpipe: has step(), layout and unpipelined().\n\n{kind.__doc__ or ''}",
+        "__doc__": f"Pipelined by torchgpipe: has step(), verify(), layout and unpipelined().\n\n{kind.__doc__ or ''}",
         # Trainers read which arguments forward takes. No __wrapped__, which they would call past the pipeline.
         "forward": _forward_like(kind),
         **{name: _Setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},

@@ -357,7 +357,7 @@ class FramesProof(Proof):
                     raise
                 raise self._fails(error) from error
             where = f"when it leaves {settings.labels[-1]}; {_look(self._module)}"
-            self._compare_outputs(apart.outputs, outputs, where, self.comparison.tight)
+            self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
             if loss is not None and apart.loss is not None:
                 fault = "the loss of the pipeline is not that of the plain model"
                 self.comparison.add("loss", apart.loss, self.total(), fault, tolerance=self.comparison.tight)
@@ -387,7 +387,7 @@ class FramesProof(Proof):
             self.skip(f"evaluation, which the pipeline refuses ({error})")
             return
         where = f"in evaluation, with a thread for each device; {_look(self._module)}"
-        self._compare_outputs(outputs, ours, where, self.comparison.loose)
+        self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)
 
     def _fails(self, error: Exception) -> ValueError:
         return ValueError(
@@ -396,12 +396,12 @@ class FramesProof(Proof):
             "instead, or give a balance that keeps both in one partition"
         )
 
-    def _compare_outputs(self, plain: list[Any], ours: dict[int, Any], where: str, tolerance: float) -> None:
+    def _compare_outputs(self, plain: list[Any], ours: dict[int, Any], mode: str, where: str, tolerance: float) -> None:
         for i in range(len(plain)):
             output, actual = plain.pop(0), dict(each(ours.pop(i)))
             for path, tensor in each(output):
                 fault = f"the output '{path}' of micro-batch {i} is not that of the plain model, {where}"
-                name = f"'{path}' of micro-batch {i}"
+                name = f"'{path}' of micro-batch {i}{mode}"
                 self.comparison.add(name, tensor, actual.pop(path, None), fault, tolerance=tolerance)
             for path in actual:
                 self.comparison.note(f"'{path}'", f"the plain model has no output '{path}' of micro-batch {i}")

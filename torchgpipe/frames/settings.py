@@ -37,7 +37,7 @@ class Settings:
         schedule: the schedule of a step
         loss_fn: the loss function of a step, or None
         weight: the weight of a micro-batch, or None
-        reduce: how numbers are joined: 'mean', 'sum', or None for what the arguments tell
+        reduce: how numbers are joined: 'mean', 'sum', or None for what the sample shows
         study: what runs of the sample have shown
         layout: the layout, for people
         whole_target: whether every micro-batch gets the whole target
