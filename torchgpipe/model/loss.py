@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import bring
 from torchgpipe.model.known_loss import known_loss
-from torchgpipe.model.loss_proof import Apart, LossProof, numbers
+from torchgpipe.model.loss_proof import Apart, LossProof
 from torchgpipe.model.microbatch import (
     Batch,
     NoChunk,
@@ -37,6 +37,7 @@ __all__ = [
     "Weight",
     "counted",
     "nothing",
+    "numbers",
     "verify_loss",
 ]
 
@@ -124,7 +125,7 @@ class Losses:
         else:
             self._weights = numbers([counted(it, ignored, size, class_weights) for it, size in zip(targets, sizes)])
         if self._proof is not None and not is_known and not self._is_said:
-            self._pair = self._proof.pair(self._loss_fn, self._weights, sizes)
+            self._pair = self._proof.pair(self._weights, sizes)
         self.total = sum(self._weights)
 
     @property
@@ -219,7 +220,7 @@ class Losses:
             result = self._called(self._loss_fn, output, *self._parts([[*apart]], self._bring))
             return result[0] if isinstance(result, tuple) else result
 
-        self._proof.compare(self._loss_fn, apart, self._sizes, together)
+        self._proof.compare(apart, self._sizes, together)
 
     def sum(self) -> Tensor:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
@@ -255,6 +256,14 @@ def nothing(tensors: Iterable[Tensor]) -> Tensor:
     """Return a loss of 0 with a graph, in place of the mean over no targets, which is nan."""
     parts = [tensor.reshape(-1)[:0].sum().real for tensor in tensors if tensor.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
+    """Return numbers as floats. For tensors on an accelerator, the host waits once."""
+    tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
+    if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
+        return [float(number) for number in torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()]
+    return [float(value) for value in values]
 
 
 def counted(
