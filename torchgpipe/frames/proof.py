@@ -31,8 +31,8 @@ from torchgpipe.frames.visitors import unobserved
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
-from torchgpipe.model.values import each, mapped
-from torchgpipe.proof.proof import Gradients, Number, PlainFails, PlainRun, Proof, Roots, Take, copy_of, prints
+from torchgpipe.model.values import copy_of, each, mapped
+from torchgpipe.proof.proof import Gradients, Number, PlainFails, PlainRun, Proof, Roots, Take, prints
 from torchgpipe.replay.random import generators_in
 from torchgpipe.schedule.programs import SPLITTING
 

@@ -27,7 +27,7 @@ from torchgpipe.model.microbatch import (
     split_rows,
 )
 from torchgpipe.model.settings import verify_functions
-from torchgpipe.model.values import each, mapped, spread
+from torchgpipe.model.values import copy_of, each, mapped, spread
 
 __all__ = [
     "NO_TARGET",
@@ -173,7 +173,7 @@ class Losses:
             ValueError: the loss is not a tensor of one number.
         """
         # A copy, as the loss function may change the output.
-        kept = mapped(output, _copy_of, caches=True) if i in self._pair else None
+        kept = mapped(output, copy_of, caches=True) if i in self._pair else None
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
@@ -183,7 +183,7 @@ class Losses:
             )
         factor = self._factor(i, output, loss)
         if i in self._pair and loss.is_floating_point():
-            self._apart[i] = Apart(_copy_of(loss), kept, self._weights[i])
+            self._apart[i] = Apart(copy_of(loss), kept, self._weights[i])
         # The mean over no labels is nan, and so would be its gradient.
         return (loss if factor else nothing([tensor for _, tensor in each(output)])), factor
 
@@ -242,10 +242,6 @@ class Losses:
                 "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
             )
         return [self._values[i] for i in sorted(self._values)]
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -46,7 +46,6 @@ __all__ = [
     "Proof",
     "Roots",
     "Take",
-    "copy_of",
     "prints",
 ]
 
@@ -449,11 +448,6 @@ class Proof(ABC):
 def prints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
     """Return the fingerprints of gradients."""
     return {name: None if grad is None else fingerprint(grad) for name, grad in gradients}
-
-
-def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy without a graph: the model may change the tensor later."""
-    return tensor.detach().clone()
 
 
 def _squared(value: float) -> float:

@@ -21,7 +21,8 @@ from torchgpipe.model.loss import MeanLoss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
-from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, copy_of, prints
+from torchgpipe.model.values import copy_of
+from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, prints
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
