@@ -175,6 +175,21 @@ def test_the_stack_of_modes(kind: Any, modes: Any, push: Any, pop: Any) -> None:
     assert modes() == []
 
 
+def test_a_mode_off_the_stack() -> None:
+    """A mode is off the stack for a block, if it is the topmost. Without that, it would see what it does itself."""
+    outer, inner = TorchFunctionMode(), TorchFunctionMode()
+    with outer, inner:
+        with internals.without_function_mode(lambda mode: mode is inner):
+            assert internals.function_modes() == [outer]
+        with internals.without_function_mode(lambda mode: mode is outer):
+            assert internals.function_modes() == [outer, inner]
+        with pytest.raises(KeyError), internals.without_function_mode(lambda mode: mode is inner):
+            raise KeyError
+        assert internals.function_modes() == [outer, inner]
+    with internals.without_function_mode(lambda mode: True):
+        assert not internals.function_modes()
+
+
 def test_a_default_device_is_a_function_mode() -> None:
     """A default device is a function mode. Without that, layers in workers miss the default device."""
     with torch.device("meta"):

@@ -308,6 +308,24 @@ def test_values_beside_the_loss(devices: Devices) -> None:
 
 
 @pytest.mark.late
+@pytest.mark.parametrize("devices", [["cpu", "late:0"], ["late:0", "cpu"], ["late:0", "late:1"]])
+@pytest.mark.parametrize(
+    "to_host", [Tensor.cpu, lambda x: x.to("cpu"), lambda x: x.to(device="cpu"), lambda x: torch.ones(4, device="cpu")]
+)
+def test_a_model_computes_on_the_host_on_purpose(to_host: Any, devices: list[str]) -> None:
+    """Where a column is on the host, what the model takes there was taken to the column that came to it."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        x = Chain.forward(self, x)
+        on_host = to_host(x.detach()).numpy()
+        return x * float((on_host * 0 + 2).max())
+
+    model, plain = make(chain(forward), devices)
+    assert model.verify(X).is_equal
+    expect_same(model, plain)
+
+
+@pytest.mark.late
 def test_a_model_that_a_pipeline_has_left_on_several_devices_is_told_where_to_go() -> None:
     """The remedies of other errors are to pipeline the model again."""
     model, _ = make(Chain(), ["late:0", "late:1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -18,9 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients, same
 from torchgpipe import pipelined
+from torchgpipe.frames import frame, threads
+from torchgpipe.frames.pipeline import NumbersOfProof
 from torchgpipe.frames.proof import FramesProof
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.fingerprint import fingerprint
+from torchgpipe.replay.random_numbers import RandomNumbers
 
 
 class Net(nn.Module):
@@ -423,6 +427,68 @@ def test_leaves_outside_of_the_model_are_compared_and_stay_as_they_are() -> None
     assert torch.equal(outside.grad, torch.full((4,), 7.0))
     model(torch.randn(6, 4)).sum().backward()
     assert heard
+
+
+def test_a_leaf_outside_that_one_micro_batch_alone_uses_is_no_fault() -> None:
+    """It had no entry in one of two runs that were compared, and moved the entries of others."""
+    some, all_ = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+
+    def forward(self: Any, x: Tensor) -> dict[str, Tensor]:
+        is_large = x[:, :1] > 5
+        x = Chain.forward(self, x.clamp(max=1))
+        x = (torch.where(is_large, x * some, x) if is_large.any() else x) * all_
+        return {"out": x, "loss": x.mean()}
+
+    sample = torch.randn(4, 4)
+    sample[0, 0] = 6
+    table = two(chain(forward), sample).verify(sample)
+    assert "gradient of leaf 1 outside of the model" in [row.name for row in table.rows]
+
+
+def test_a_thread_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that had not begun had no number, so the time that it had computed could not be asked for."""
+    asked, begin, count = threading.Event(), threads._Thread.run, itertools.count()
+
+    def begins_late(self: Any) -> None:
+        asked.wait()
+        begin(self)
+
+    def seconds_of(ident: int) -> float:
+        try:
+            return threads.seconds_of(ident) + next(count)
+        finally:
+            asked.set()
+
+    monkeypatch.setattr(threads._Thread, "run", begins_late)
+    monkeypatch.setattr(frame, "seconds_of", seconds_of)
+    monkeypatch.setattr(FramesProof, "patience", 0.01)
+    two(Chain())
+
+
+def test_random_numbers_of_python_follow_micro_batches_in_workers() -> None:
+    """A worker took what another one had drawn for what the caller had."""
+    numbers, begun = NumbersOfProof(), random.getstate()
+    found: list[Any] = []
+
+    def run(i: int, *, within: Callable[[], Any] = lambda: None) -> None:
+        with numbers.of(i, torch.device("cpu")):
+            found.append(random.getstate())
+            random.random()
+            within()
+
+    other, waiting, of = threading.Thread(target=run, args=[1]), threading.Event(), RandomNumbers.of
+
+    def tells(self: Any, i: int, device: Any) -> Any:
+        if i == 1:
+            waiting.set()
+        return of(self, i, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RandomNumbers, "of", tells)
+        run(0, within=lambda: other.start() or waiting.wait())
+        other.join()
+    assert found == [begun, begun]
+    assert random.getstate() == begun
 
 
 @pytest.mark.parametrize(("lost", "sign"), [(0.45, 0.0), (0.2, -1.0), (0.01, 0.0), (0.01, -1.0)])

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.layers import Using
 from tests.plain import assert_equal, assert_same, outcome, plain_outcome
 from tests.recipes import WAYS, Keeps
 from torchgpipe import GPipe, pipelined
-from torchgpipe.replay import state
+from torchgpipe.replay import outputs, state
 
 X = torch.arange(1.0, 9).reshape(4, 2).double()
 
@@ -311,3 +312,28 @@ def test_rounding_is_not_refused(dtype: torch.dtype, front: str) -> None:
 
     layers = nn.Sequential(Using(rounds, 2), nn.Linear(2, 2)).to(dtype)
     of(front, layers, "cpu:0", "always", dtype=dtype)(X.to(dtype)).sum().backward()
+
+
+@fronts
+def test_outputs_that_are_compared_may_be_large_or_of_eight_bits(front: str) -> None:
+    """An output was widened as a whole, which took four times its memory; and eight bits could not be compared."""
+
+    class Most(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor):
+                self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+            return result
+
+    with Most() as most:
+        outputs.sums(torch.ones(1 << 24, dtype=torch.bfloat16))
+    assert most.bytes <= 2 << 24
+
+    def rounds(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        y: Tensor = linear(x)
+        return y, y.detach().to(torch.float8_e4m3fn)
+
+    layers = nn.Sequential(Using(rounds, 2), Using(lambda linear, pair: linear(pair[0]) + pair[1].to(X.dtype), 2))
+    of(front, layers.double(), "cpu:0", "always")(X).sum().backward()

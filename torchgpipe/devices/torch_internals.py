@@ -13,8 +13,8 @@ cannot change them quietly.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ __all__ = [
     "versions",
     "will_run",
     "without_dispatch_modes",
+    "without_function_mode",
     "written",
 ]
 
@@ -171,6 +172,23 @@ def handling_operations(enabled: bool) -> AbstractContextManager[Any]:
     """Let classes of tensors handle operations in a ``with`` block, or not; see `classes_handle_operations`."""
     guard: Any = torch._C._EnableTorchFunction if enabled else torch._C.DisableTorchFunctionSubclass
     return guard()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without_function_mode(is_it: Callable[[Any], bool]) -> Iterator[None]:
+    """Take the topmost function mode off the stack for a ``with`` block, if it is the one that is meant.
+
+    Operations need not even pass it by. Since 2.0. Without it, what a mode does itself would come to the mode again.
+    """
+    modes = function_modes()
+    found = bool(modes) and is_it(modes[-1])
+    if found:
+        pop_function_mode()
+    try:
+        yield
+    finally:
+        if found:
+            push_function_mode(modes[-1])
 
 
 def saved_tensors_hooks_in_use() -> tuple[Any, Any] | None:

@@ -98,7 +98,7 @@ class Frame:
             self._turn.put(None)
         else:
             self._started = True
-            self._threads.run(self._serve)
+            self._ident = self._threads.run(self._serve)
         self._await_pause()
         error, self._error = self._error, None
         if error is not None:
@@ -182,7 +182,6 @@ class Frame:
 
     def _serve(self, leave: Callable[[], None]) -> None:
         """Run in a thread."""
-        self._ident = threading.get_ident()
         with self._working:
             try:
                 if not self._cancelled:

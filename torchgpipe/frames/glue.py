@@ -53,7 +53,8 @@ class Glue(TorchFunctionMode):
         is_elsewhere = self.is_off or getattr(this_thread.visitor, "frame", None) is not frame
         if is_elsewhere or func in OF_THE_ORIGINAL:
             return func(*args, **kwargs)
-        # A device that the model names, or has remembered, is that of another column, as soon as there are several.
+        # A device that the model names, or has remembered, may be that of another column. But on the host, a model may
+        # want to compute; what is needed elsewhere is copied then.
         if self._is_of_a_column(kwargs.get("device")):
             kwargs = {**kwargs, "device": self._devices[frame.column]}
         if func in _TO and len(args) > 1 and self._is_of_a_column(args[1]):
@@ -102,7 +103,10 @@ class Glue(TorchFunctionMode):
         return not has_leaves or not any([type(node).__name__ == "EnterBackward" for node in nodes_below(roots)])
 
     def _is_of_a_column(self, value: Any) -> bool:
-        return isinstance(value, (torch.device, str, int)) and torch.device(value) in self._devices
+        if not isinstance(value, (torch.device, str, int)):
+            return False
+        device = torch.device(value)
+        return device.type == self._devices[self._frame.column].type and device in self._devices
 
 
 def explain_compiler(error: BaseException) -> None:

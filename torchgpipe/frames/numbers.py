@@ -24,8 +24,7 @@ from torch import Tensor
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.outputs import JoinScalar, Rule, are_equal
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import counted
-from torchgpipe.model.loss_proof import numbers
+from torchgpipe.model.loss import counted, numbers
 
 __all__ = ["gives_items", "joiner", "rule_of", "rules_to_try", "shares"]
 

@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["DIFFERENTIATES", "OF_THE_ORIGINAL", "changes_shape", "changes_values"]
 
-#: What asks for a tensor's description, or for its whole gradient: the tensor of its own partition answers that.
+#: What asks for a tensor's description, its whole gradient or its memory on the host: the tensor itself answers that.
 OF_THE_ORIGINAL = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
@@ -27,6 +27,8 @@ OF_THE_ORIGINAL = {
     torch.Tensor.stride,
     torch.Tensor.register_hook,
     torch.Tensor.retain_grad,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
 }
 
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}

@@ -47,7 +47,7 @@ __all__ = ["NumbersOfProof", "Pipeline"]
 
 
 class NumbersOfProof(RandomNumbers):
-    """The random numbers of a proof, in which one micro-batch computes at a time: those of Python and NumPy, too.
+    """The random numbers of a proof, in which one micro-batch draws at a time: those of Python and NumPy, too.
 
     Attributes:
         draws_in_python: whether any of the latter were drawn
@@ -61,8 +61,8 @@ class NumbersOfProof(RandomNumbers):
     @contextmanager
     def of(self, i: int, device: torch.device) -> Iterator[None]:
         """See `RandomNumbers.of`."""
-        callers = python_random_states()
         with super().of(i, device):
+            callers = python_random_states()  # Here, where no other worker has exchanged them.
             begun = self._python.get(i, callers)
             set_python_random_states(begun)
             try:

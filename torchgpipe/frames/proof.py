@@ -31,8 +31,8 @@ from torchgpipe.frames.visitors import unobserved
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
-from torchgpipe.model.values import each, mapped
-from torchgpipe.proof.proof import Gradients, Number, PlainFails, PlainRun, Proof, Roots, Take, copy_of, outside_name
+from torchgpipe.model.values import copy_of, each, mapped
+from torchgpipe.proof.proof import Gradients, Number, PlainFails, PlainRun, Proof, Roots, Take, prints
 from torchgpipe.replay.random import generators_in
 from torchgpipe.schedule.programs import SPLITTING
 
@@ -215,7 +215,7 @@ class FramesProof(Proof):
         with unobserved():
             return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
 
-    def aside(self) -> AbstractContextManager[None]:
+    def aside(self) -> AbstractContextManager[object]:
         return unobserved()
 
     def total(self) -> Tensor | None:
@@ -366,9 +366,8 @@ class FramesProof(Proof):
                 gradients = _ColumnGradients(aliases, apart.gradients, self._names)
                 mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
                 faults = [(name, ours, self._of_gradient(j, name)) for name, (j, ours) in gradients.take().items()]
-                for k, grad in enumerate(self._outside.take()):
-                    name = outside_name(k)
-                    faults.append((name, None if grad is None else fingerprint(grad), self._of_gradient(0, name)))
+                outside = prints(self._outside.take())
+                faults += [(name, ours, self._of_gradient(0, name)) for name, ours in outside.items()]
                 self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
             self._compare_buffers(apart.buffers, forward, buffers.changed())

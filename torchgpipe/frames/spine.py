@@ -30,10 +30,9 @@ from torchgpipe.devices.torch_internals import (
     is_optimized,
     own_call,
     plain_call,
-    pop_function_mode,
-    push_function_mode,
     replace_call,
     versions,
+    without_function_mode,
 )
 from torchgpipe.frames.layout import Part
 from torchgpipe.frames.operations import changes_shape, changes_values
@@ -187,18 +186,6 @@ class _Uses(TorchFunctionMode):
                 self.labels = name, ignored
                 return
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Take this mode off the stack for a ``with`` block, unless the model has put one of its own on top."""
-        mode = pop_function_mode()
-        if mode is not self:
-            push_function_mode(mode)
-        try:
-            yield
-        finally:
-            if mode is self:
-                push_function_mode(mode)
-
 
 def _assigns_itself(func: Callable[..., Any], args: Any) -> bool:
     """Return whether ``tensor.data`` gets the memory that it has, as by ``module.to(its dtype)``."""
@@ -248,7 +235,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any
             begin = time.perf_counter()
             try:
                 if child in compiled:
-                    with uses.paused():
+                    with without_function_mode(lambda mode: mode is uses):
                         return (inner or plain_call(child))(*args, **kwargs)
                 return plain_call(child)(*args, **kwargs)
             finally:

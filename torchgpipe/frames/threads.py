@@ -29,8 +29,8 @@ class Threads:
         self._all: list[_Thread] = []
         self._idle: list[_Thread] = []
 
-    def run(self, work: _Work) -> None:
-        """Run ``work`` in a thread.
+    def run(self, work: _Work) -> int:
+        """Run ``work`` in a thread, and return the number of the thread.
 
         Raises:
             RuntimeError: no thread could be started.
@@ -42,6 +42,8 @@ class Threads:
             self._all.append(thread)
             thread.start()
         thread.take(work)
+        assert thread.ident is not None
+        return thread.ident
 
     def close(self) -> None:
         """End all threads, whose frames have finished."""

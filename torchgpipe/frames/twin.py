@@ -20,6 +20,7 @@ from torchgpipe.devices.torch_internals import is_saved, own_call
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.door import Door, put_door
 from torchgpipe.model.shallow_copy import shallow_copy
+from torchgpipe.model.values import mapped
 
 __all__ = ["may_have_twin", "twin_of"]
 
@@ -50,10 +51,18 @@ def twin_of(module: nn.Module, column: int, aliases: Aliases, copied: Callable[[
         "_buffers": copied,
         "_modules": twins.__getitem__,
     }
+
+    def stands_in(tensor: Tensor) -> Tensor:
+        alias = aliases.at(tensor, column)
+        return tensor if alias is None else alias
+
     for child, twin in twins.items():
         for kind, get in there.items():
             own = vars(child)[kind].items()
             vars(twin)[kind] = {name: None if value is None else get(value) for name, value in own}
+        # An RNN, for one, keeps another list of its parameters.
+        lists = {name: value for name, value in vars(child).items() if type(value) is list}
+        vars(twin).update({name: mapped(value, stands_in) for name, value in lists.items()})
         door = own_call(child)
         if isinstance(door, Door):
             put_door(twin, door.name, column, recomputes=door.recomputes, owner=door.owner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import function_modes, pop_function_mode, push_function_mode, versions
+from torchgpipe.devices.torch_internals import versions, without_function_mode
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
@@ -165,17 +165,13 @@ class Traveller:
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
-        """Take the mode off the stack for a ``with`` block: operations need not even pass it by."""
-        mode = pop_function_mode() if self._crossing.is_needed else None
-        if mode is not None and mode is not self._glue:  # The model has put a mode of its own on top.
-            push_function_mode(mode)
-        self._glue.is_off = True
-        try:
-            yield
-        finally:
-            self._glue.is_off = False
-            if mode is self._glue:
-                push_function_mode(mode)
+        """Switch the mode off for a ``with`` block, also if the model has put one of its own on top."""
+        with without_function_mode(lambda mode: mode is self._glue):
+            self._glue.is_off = True
+            try:
+                yield
+            finally:
+                self._glue.is_off = False
 
 
 def _refuse_slow_path(door: Door, kwargs: Mapping[str, Any]) -> None:
@@ -246,16 +242,9 @@ class RecomputationVisitor:
         return door.call_exchanged(args, kwargs, self._columns.copier(self._columns.devices[door.column]))
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> AbstractContextManager[object]:
     """Take the mode of a frame, or of a run in one piece, off the stack for a ``with`` block: tensors stay in place."""
-    modes = function_modes()
-    mode = pop_function_mode() if modes and isinstance(modes[-1], (Glue, InOnePiece)) else None
-    try:
-        yield
-    finally:
-        if mode is not None:
-            push_function_mode(mode)
+    return without_function_mode(lambda mode: isinstance(mode, (Glue, InOnePiece)))
 
 
 class InOnePiece(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import bring
 from torchgpipe.model.known_loss import known_loss
-from torchgpipe.model.loss_proof import Apart, LossProof, numbers
+from torchgpipe.model.loss_proof import Apart, LossProof
 from torchgpipe.model.microbatch import (
     Batch,
     NoChunk,
@@ -27,7 +27,7 @@ from torchgpipe.model.microbatch import (
     split_rows,
 )
 from torchgpipe.model.settings import verify_functions
-from torchgpipe.model.values import each, mapped, spread
+from torchgpipe.model.values import copy_of, each, mapped, spread
 
 __all__ = [
     "NO_TARGET",
@@ -37,6 +37,7 @@ __all__ = [
     "Weight",
     "counted",
     "nothing",
+    "numbers",
     "verify_loss",
 ]
 
@@ -124,7 +125,7 @@ class Losses:
         else:
             self._weights = numbers([counted(it, ignored, size, class_weights) for it, size in zip(targets, sizes)])
         if self._proof is not None and not is_known and not self._is_said:
-            self._pair = self._proof.pair(self._loss_fn, self._weights, sizes)
+            self._pair = self._proof.pair(self._weights, sizes)
         self.total = sum(self._weights)
 
     @property
@@ -172,7 +173,7 @@ class Losses:
             ValueError: the loss is not a tensor of one number.
         """
         # A copy, as the loss function may change the output.
-        kept = mapped(output, _copy_of, caches=True) if i in self._pair else None
+        kept = mapped(output, copy_of, caches=True) if i in self._pair else None
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
@@ -182,7 +183,7 @@ class Losses:
             )
         factor = self._factor(i, output, loss)
         if i in self._pair and loss.is_floating_point():
-            self._apart[i] = Apart(_copy_of(loss), kept, self._weights[i])
+            self._apart[i] = Apart(copy_of(loss), kept, self._weights[i])
         # The mean over no labels is nan, and so would be its gradient.
         return (loss if factor else nothing([tensor for _, tensor in each(output)])), factor
 
@@ -219,7 +220,7 @@ class Losses:
             result = self._called(self._loss_fn, output, *self._parts([[*apart]], self._bring))
             return result[0] if isinstance(result, tuple) else result
 
-        self._proof.compare(self._loss_fn, apart, self._sizes, together)
+        self._proof.compare(apart, self._sizes, together)
 
     def sum(self) -> Tensor:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
@@ -243,10 +244,6 @@ class Losses:
         return [self._values[i] for i in sorted(self._values)]
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _joined(parts: list[Any]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
 
@@ -255,6 +252,14 @@ def nothing(tensors: Iterable[Tensor]) -> Tensor:
     """Return a loss of 0 with a graph, in place of the mean over no targets, which is nan."""
     parts = [tensor.reshape(-1)[:0].sum().real for tensor in tensors if tensor.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
+    """Return numbers as floats. For tensors on an accelerator, the host waits once."""
+    tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
+    if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
+        return [float(number) for number in torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()]
+    return [float(value) for value in values]
 
 
 def counted(

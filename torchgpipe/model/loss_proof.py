@@ -20,15 +20,7 @@ from torchgpipe.model.untouched import python_random_states
 from torchgpipe.model.values import each
 from torchgpipe.replay.random import generator_states, restored_generators
 
-__all__ = ["Apart", "LossProof", "numbers"]
-
-
-def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
-    """Return numbers as floats. For tensors on an accelerator, the host waits once."""
-    tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
-    if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
-        return [float(number) for number in torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()]
-    return [float(value) for value in values]
+__all__ = ["Apart", "LossProof"]
 
 
 class Apart(NamedTuple):
@@ -40,34 +32,32 @@ class Apart(NamedTuple):
 
 
 class LossProof:
-    """What has been proved of the loss functions of a pipeline."""
+    """What has been proved of the loss function of a pipeline."""
 
     def __init__(self) -> None:
-        #: Functions, each with whether micro-batches weighed differently.
-        self._proved: list[tuple[Any, bool]] = []
+        #: For each proof, whether micro-batches weighed differently.
+        self._proved: set[bool] = set()
 
-    def pair(self, loss_fn: Any, weights: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
+    def pair(self, weights: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the two micro-batches to look at; none if there is nothing to prove.
 
         Args:
-            loss_fn: the loss function
             weights: the weight of each micro-batch
             sizes: the rows of each micro-batch
         """
-        if (loss_fn, True) in self._proved:
+        if True in self._proved:
             return ()
         rates = {i: weight / size for i, (weight, size) in enumerate(zip(weights, sizes)) if weight}
         lowest, highest = min(rates, key=rates.__getitem__, default=0), max(rates, key=rates.__getitem__, default=0)
-        if len(rates) < 2 or (rates[lowest] == rates[highest] and (loss_fn, False) in self._proved):
+        if len(rates) < 2 or (rates[lowest] == rates[highest] and False in self._proved):
             return ()
         return (lowest, highest) if rates[lowest] != rates[highest] else tuple(rates)[:2]
 
-    def compare(self, loss_fn: Any, apart: Mapping[int, Apart], sizes: Sequence[int], call: Callable[[], Any]) -> None:
+    def compare(self, apart: Mapping[int, Apart], sizes: Sequence[int], call: Callable[[], Any]) -> None:
         """Compare the loss of two micro-batches together with the weighted mean of their losses.
 
         Args:
-            loss_fn: the loss function
-            apart: what it has given for each of the two
+            apart: what the loss function has given for each of the two
             sizes: the rows of each micro-batch
             call: calls it on both as one micro-batch
 
@@ -83,7 +73,7 @@ class LossProof:
             except Exception as error:
                 whole, why = a.loss, f"on two micro-batches together it raises {type(error).__name__}: {error}"
             draws = _random_states(devices) != before
-        together, first, second = numbers([whole, a.loss, b.loss])
+        together, first, second = map(float, (whole, a.loss, b.loss))
         mean = (first * a.weight + second * b.weight) / (a.weight + b.weight)
         floating = [tensor for _, tensor in each((a.loss, a.output)) if tensor.is_floating_point()]
         rounding = [torch.finfo(tensor.dtype).eps for tensor in floating]
@@ -107,7 +97,7 @@ class LossProof:
                 UserWarning,
                 stacklevel=2,
             )
-        self._proved.append((loss_fn, a.weight * sizes[j] != b.weight * sizes[i]))
+        self._proved.add(a.weight * sizes[j] != b.weight * sizes[i])
 
 
 _IT_IS_A_SUM = "it is a sum: give reduce='sum'"

@@ -137,26 +137,22 @@ def attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                     yield child, name, tensor
 
 
-class in_mode:
-    """Let a model be in training or in evaluation for a ``with`` block; parts in evaluation stay in evaluation.
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Let a model be in training or in evaluation for a ``with`` block; if it is, all its parts stay as they are.
 
     Args:
         module: the model
-        training: the mode; the mode that the model has changes nothing
+        training: the mode
     """
-
-    def __init__(self, module: nn.Module, training: bool) -> None:
-        same = module.training == training
-        self._modes = [(child, child.training) for child in module.modules() if not same]
-        self._training = training
-
-    def __enter__(self) -> None:
-        for child, _ in self._modes:
-            child.training = self._training
-
-    def __exit__(self, *_: object) -> None:
-        for child, training in self._modes:
+    modes = [(child, child.training) for child in module.modules()] if module.training != training else []
+    try:
+        for child, _ in modes:
             child.training = training
+        yield
+    finally:
+        for child, before in modes:
+            child.training = before
 
 
 def _restoring(child: nn.Module) -> Callable[[], None]:

@@ -23,6 +23,7 @@ __all__ = [
     "Exchanged",
     "container",
     "copied",
+    "copy_of",
     "dotted",
     "each",
     "hidden",
@@ -290,6 +291,11 @@ def _is_plain_object(kind: Any) -> bool:
     """Return whether instances of a class are mere holders of attributes, so that a copy does the same."""
     others = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.ModuleType, BaseException)
     return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy without a graph: the model may change the tensor later."""
+    return tensor.detach().clone()
 
 
 def dotted(path: str, name: str) -> str:

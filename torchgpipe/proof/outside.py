@@ -7,7 +7,7 @@ aside when a graph first leads to them, and put back at the end of the proof.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -76,13 +76,11 @@ class Outside:
                     self._leaves.append(known[id(leaf)])
                 known[id(leaf)].count += 1
 
-    def take(self) -> list[Leaf]:
-        """Return the gradients that have arrived at leaves of several graphs, and leave none."""
-        grads: list[Leaf] = []
-        for known in self._leaves:
+    def take(self) -> Iterator[tuple[str, Leaf]]:
+        """Yield the gradients that have arrived at leaves of several graphs, with names for errors, and leave none."""
+        for k, known in enumerate(self._leaves):
             leaf = known.ref()
             if leaf is not None:
+                grad, leaf.grad = leaf.grad, None
                 if known.count > 1:
-                    grads.append(leaf.grad)
-                leaf.grad = None
-        return grads
+                    yield f"leaf {k} outside of the model", grad

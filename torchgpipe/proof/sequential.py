@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import bring
-from torchgpipe.devices.torch_internals import pytree
+from torchgpipe.devices.torch_internals import parameter_like, pytree
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import cotangent
 from torchgpipe.model.loss import MeanLoss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
-from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, copy_of, outside_name, prints
+from torchgpipe.model.values import copy_of
+from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, prints
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
@@ -49,7 +50,8 @@ class _StandIns(Take):
             if parameter is not None and not is_lazy(parameter)
         ]
         self._made = {
-            parameter: nn.Parameter(parameter.detach(), parameter.requires_grad) for *_, parameter in self._places
+            parameter: parameter_like(parameter, parameter.detach(), requires_grad=parameter.requires_grad)
+            for *_, parameter in self._places
         }
         for parameter, stand_in in self._made.items():
             vars(stand_in).update(vars(parameter))
@@ -233,7 +235,7 @@ class SequentialProof(Proof):
             ours = run()
             changed = buffers.changed()
             gradients = prints(stand_ins.take())
-            gradients |= prints([(outside_name(k), grad) for k, grad in enumerate(self._outside.take())])
+            gradients |= prints(self._outside.take())
         kinds: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
             ("output", outputs, ours),
             ("buffer", apart.buffers, changed),

@@ -21,6 +21,9 @@ __all__ = ["compared", "difference_of", "sums"]
 
 _EPS = 64
 
+#: The elements that are widened at a time: an output may take most of the memory.
+_BLOCK = 1 << 22
+
 _compared: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
 
@@ -53,6 +56,11 @@ def sums(output: Tensor | None) -> Tensor | None:
         return None
     with torch.no_grad():
         values = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
-        values = values.flatten().to(torch.promote_types(values.dtype, torch.float32))
-        weighted = values * (1 + torch.arange(len(values), device=values.device).to(values.dtype) / max(1, len(values)))
-        return torch.stack([weighted.sum(), weighted.abs().sum(), values.norm()])
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+        sums_of_blocks = []
+        for k, block in enumerate(torch.split(values.reshape(-1), _BLOCK), 1):
+            block = block.to(wide)
+            weighted = block * torch.linspace(1, 1 + 1 / k, len(block), device=block.device, dtype=wide)
+            sums_of_blocks.append(torch.stack([weighted.sum(), weighted.abs().sum(), block.square().sum()]))
+        first, absolute, squares = torch.stack(sums_of_blocks).sum(0)
+        return torch.stack([first, absolute, squares.sqrt()])
