@@ -450,7 +450,8 @@ def test_a_thread_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
     asked, begin, count = threading.Event(), threads._Thread.run, itertools.count()
 
     def begins_late(self: Any) -> None:
-        asked.wait()
+        if not self.name.endswith(" 0"):
+            asked.wait()
         begin(self)
 
     def seconds_of(ident: int) -> float:

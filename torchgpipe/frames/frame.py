@@ -113,7 +113,8 @@ class Frame:
         Raises:
             RuntimeError: the thread has only waited for longer than this mini-batch is patient.
         """
-        patience, computed = self._columns.patience, -1.0
+        # The first one waits for no other: for a file, perhaps.
+        patience, computed = self._columns.patience if self.i else None, -1.0
         while True:
             try:
                 return self._pause.get(timeout=patience)
