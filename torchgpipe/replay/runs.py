@@ -191,12 +191,16 @@ class Run:
             return
         difference = difference_of(self._sums, outputs)
         if difference is not None:
-            raise RuntimeError(
-                f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
-                "gradients would be wrong; let it compute with its inputs, with buffers, or with numbers and small "
-                "tensors among the attributes of its modules, which are as they were before, so that it can change "
-                f"them without asking is_recomputing(), or {self._layers.otherwise}"
-            )
+            raise self.another(difference)
+
+    def another(self, difference: str) -> RuntimeError:
+        """Return the error for a second run that has computed something else."""
+        return RuntimeError(
+            f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
+            "gradients would be wrong; let it compute with its inputs, with buffers, or with numbers and small tensors "
+            "among the attributes of its modules, which are as they were before, so that it can change them without "
+            f"asking is_recomputing(), or {self._layers.otherwise}"
+        )
 
     def forget(self) -> None:
         """Forget what takes memory, when there is no further run: copies, and states of generators in kilobytes."""

@@ -168,17 +168,13 @@ class Before:
     def _exchanged(self) -> Iterator[None]:
         # A tensor may be in two places.
         fresh = {tensor: (tensor if copy is None else copy).clone() for tensor, copy in self._copies.items()}
-        found = []
+        now = [(values, name, values.get(name, _nothing)) for values, name, _ in self._needed]
         try:
             for values, name, value in self._needed:
-                begun = fresh.get(value, value) if isinstance(value, Tensor) else value
-                now = values.get(name, _nothing)
-                if begun is not now:
-                    found.append((values, name, now))
-                    _put(values, name, begun)
+                _put(values, name, fresh.get(value, value) if isinstance(value, Tensor) else value)
             yield
         finally:
-            for values, name, value in found:
+            for values, name, value in now:
                 _put(values, name, value)
 
 
