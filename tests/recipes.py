@@ -78,6 +78,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda layer: layer.kept.add_(1),
     "attribute, replaced": _replaced,
     "number": _replaced,
+    "to and fro": lambda layer: setattr(layer, "kept", 3 - layer.kept),
     "guarded number": lambda layer: None if is_recomputing() else _replaced(layer),
 }
 
@@ -90,7 +91,7 @@ class Keeps(nn.Module):
     def __init__(self, way: str, features: int = 4) -> None:
         super().__init__()
         self.linear, self.way = nn.Linear(features, features), way
-        if "number" in way:
+        if "number" in way or way == "to and fro":
             self.kept = 1
         elif "attribute" in way:
             self.kept = torch.ones(1)

@@ -448,10 +448,33 @@ OUTPUTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (made(unknown), {"chunks": 1}, TypeError, r"is Graph, whose tensor of shape \(\d, 2\) would get no gradient"),
 ]
 
+
+class Decorated(nn.Sequential):
+    """Has a compiled forward; the modules that it calls are seen by the compiler only."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Differentiates(Decorated):
+    """Returns forces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(nn.Sequential.forward(self, x).sum(), x, create_graph=True)
+        return grad
+
+
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (lambda: torch.relu, {}, TypeError, "must be an nn.Module, but is"),
     (lambda: WithStep(2, 2), {}, TypeError, r"has attributes \['step'\]"),
     (lambda: torch.compile(sequential(), backend="eager"), {}, TypeError, "the whole model is compiled"),
+    (lambda: Decorated(), {}, TypeError, "the whole model is compiled"),
+    (lambda: Differentiates(), {}, RuntimeError, r"let one module of the model do all of it, within torch.enable_grad"),
     (lambda: nn.DataParallel(sequential()), {}, TypeError, "pipeline the module inside"),
     (lambda: GPipe(sequential(), [3], devices=["cpu"]), {}, TypeError, "is a pipeline already"),
     (lambda: within(sequential()), {}, TypeError, "is a pipeline already; call unpipelined"),

@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -412,6 +413,25 @@ def test_what_a_first_run_moves_between_a_layer_and_its_parameter_is_put_back() 
     assert all([layer.scale is None and layer.weight.scale is not None for layer in model.layers])
     assert torch.equal(model(x), torch.cat([made()(part) for part in x.chunk(3)]))
     assert torch.equal(model.unpipelined()(x), made()(x))
+
+
+def test_what_layers_collect_is_put_back() -> None:
+    """Queues, arrays and other dicts than plain ones kept what the sample had left."""
+
+    class Collects(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.queue, self.counts, self.total = deque([1.0], maxlen=3), defaultdict(int, {4: 1}), np.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.queue.append(len(x))
+            self.counts[len(x)] += 1
+            self.total += 1
+            return super().forward(x)
+
+    model: Any = two(chain(Chain.forward, *[Collects() for _ in range(4)]), torch.randn(2, 4))
+    for layer in model.layers:
+        assert [*layer.queue] == [1.0] and layer.counts == {4: 1} and layer.total.tolist() == 4 * [1.0]
 
 
 def test_leaves_outside_of_the_model_are_compared_and_stay_as_they_are() -> None:

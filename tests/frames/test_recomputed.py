@@ -265,3 +265,38 @@ def test_what_hooks_draw_at_backward_stays_drawn() -> None:
     for _ in range(2):
         model(X).sum().backward()
     assert not torch.equal(*noises)
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.7 * x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_function_runs_again() -> None:
+    """PyTorch's checkpoint stops a second run by an error, in place of which TorchScript raised one of its own."""
+    scripted = torch.jit.script(swish)
+    results = []
+    for mode in ("never", "always"):
+        torch.manual_seed(0)
+        model = two(Using(lambda linear, x: scripted(linear(x))), checkpoint=mode)
+        for _ in range(4):  # The first runs are compared, and do not stop.
+            model(X).sum().backward()
+        results.append(gradients(model))
+    assert_equal(*results)
+
+
+def test_other_tensors_that_are_saved_in_the_second_run() -> None:
+    """PyTorch's error said nothing of what to do."""
+    seen: list[Tensor] = []
+
+    def more(linear: nn.Linear, x: Tensor) -> Tensor:
+        y: Tensor = linear(x)
+        for scale in seen:
+            y = y * scale
+        seen.append(y.detach().mean())
+        return y
+
+    model = two(Using(more), verify=False, schedule="1F1B", loss_fn=lambda y, _: mean(y))
+    seen.clear()
+    with pytest.raises(RuntimeError, match=r"'layers\.0' has not computed .*\(other tensors are saved .* leave it out"):
+        model.step(X)

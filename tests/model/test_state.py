@@ -75,3 +75,31 @@ def test_a_recomputation_does_not_change_it_again(run: str) -> None:
         (plain(part).mean() / 3).backward()
     assert torch.equal(layers[0].seen, plain[0].seen)
     torch.testing.assert_close(layers[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("front", ["GPipe", "pipelined"])
+def test_what_to_do_where_a_layer_changes_what_it_has_computed_with(front: str) -> None:
+    """PyTorch tells the shape and the version of a tensor, but not whose it is."""
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x) * self.scale.add_(1)
+            return y
+
+    def trained(checkpoint: Any) -> None:
+        model: Any = nn.Sequential(Scales(), nn.Linear(4, 4))
+        options: Any = {"devices": DEVICES, "chunks": 3, "schedule": "GPipe", "loss_fn": lambda y, _: y.mean()}
+        if front == "GPipe":
+            model = GPipe(model, [1, 1], checkpoint=checkpoint, **options)
+        else:
+            model = pipelined(model, torch.rand(2, 4), verify=False, checkpoint=checkpoint != "never", **options)
+        model.step(torch.rand(6, 4))
+
+    with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace .* with a copy \(self.scale.clone\(\)\)"):
+        trained("never")
+    trained("always")

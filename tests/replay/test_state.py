@@ -9,6 +9,7 @@ import copy
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,12 +173,42 @@ class Both(nn.Module):
         return y
 
 
+class NowAndThen(nn.Module):
+    """Changes what it keeps in every third run only: the two before compute with what that one replaces."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.linear, self.calls, self.scale = nn.Linear(2, 2), 0, 1.0
+        self.register_buffer("table", torch.ones(state._SMALL if large else 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.scale, self.table = self.scale / 2, self.table + 1
+        y: Tensor = self.linear(x) * self.scale * self.table[:2].clone()
+        return y
+
+
+class Balanced(nn.Module):
+    """Shows a number with its graph, and computes with that of the micro-batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.size = nn.Linear(2, 2), torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        result = y * self.size.detach()
+        self.size = y.square().mean()
+        return result
+
+
 @fronts
-@pytest.mark.parametrize("layer", [Lazily, Both])
-def test_what_comes_later_and_what_two_modules_have(layer: Callable[[], nn.Module], front: str) -> None:
+@pytest.mark.parametrize("layer", [Lazily, Both, partial(NowAndThen, False), partial(NowAndThen, True), Balanced])
+def test_what_comes_later_and_what_else_modules_have(layer: Callable[[], nn.Module], front: str) -> None:
     plain = nn.Sequential(layer(), nn.Linear(2, 2)).double()
     model = of(front, copy.deepcopy(plain), "cpu:0", "always")
-    for _ in range(2):
+    for _ in range(3):
         compared(model, plain)
 
 
@@ -297,6 +328,31 @@ def test_another_output_in_recomputation_is_refused(hidden: str, run: str, front
     name = "partition 0" if front == "GPipe" else "'0'"
     with pytest.raises(RuntimeError, match=rf"{name}.* has not computed in recomputation what it computed before"):
         model.step(X, target=X) if run == "step" else model(X).sum().backward()
+
+
+class Follower(nn.Module):
+    """Has weights that follow those of another layer in its forward, as the key encoder of a momentum contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leader = nn.Linear(2, 2)
+        self.follower = copy.deepcopy(self.leader).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for leading, following in zip(self.leader.parameters(), self.follower.parameters()):
+            following.data.lerp_(leading.data, 0.5)
+        y: Tensor = self.leader(x) * self.follower(x)
+        return y
+
+
+def test_another_output_from_the_second_mini_batch_on_is_refused() -> None:
+    """Only the first recomputation was compared, when both had the same weights, so that nothing followed."""
+    model = of("GPipe", nn.Sequential(Follower(), nn.Linear(2, 2)).double(), "cpu:0", "always")
+    model(X).sum().backward()
+    with torch.no_grad():
+        model[0].leader.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"partition 0.* has not computed in recomputation .* without asking"):
+        model(X).sum().backward()
 
 
 @fronts

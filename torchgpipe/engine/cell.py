@@ -13,6 +13,7 @@ from torchgpipe.engine.out_of_memory import add_shortage
 from torchgpipe.engine.partition_call import PartitionCall
 from torchgpipe.engine.record import Kind, recorded
 from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.state import note_changes
 from torchgpipe.schedule import Action
 
 __all__ = ["Cell"]
@@ -64,6 +65,7 @@ class Cell:
         note = f"micro-batch {self.i} of {self.m}, {self.call.where}, during {phase}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+            note_changes(error)
         if self.call.facts is not None:
             action = Action("F" if phase == "forward" else "B", self.i, self.call.running)
             add_shortage(error, self.call.facts, action, self.call.device)

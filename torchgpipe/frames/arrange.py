@@ -104,8 +104,8 @@ def _seconds(spine: list[Part], traced: Trace) -> list[float]:
 def _too_short(spine: list[Part], n: int) -> str:
     if not spine:
         return (
-            "there is nothing to split: the model is a single layer, or calls no module with parameters; wrap it in a "
-            "module whose forward calls several"
+            "there is nothing to split: the model is a single layer, or calls no module with parameters but within a "
+            "compiled function; wrap it in a module whose forward calls several, and compile these, block.compile()"
         )
     names = ", ".join([f"'{part.name}'" for part in spine])
     largest = max(spine, key=lambda part: part.parameters)

@@ -35,6 +35,7 @@ from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
+from torchgpipe.model.state import note_changes
 from torchgpipe.model.values import each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
@@ -301,6 +302,7 @@ class MiniBatch:
                 yield
         except BaseException as error:
             error.add_note(f"{self._where(i, j)}, during backward")
+            note_changes(error)
             raise
 
     def _where(self, i: int, j: int) -> str:

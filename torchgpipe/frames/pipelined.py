@@ -359,7 +359,8 @@ def verify_module(module: Any) -> None:
         raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}{made}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule has no Python forward to stop; pipeline the module that it was made from")
-    if is_optimized(module) or own_call(module) is not None:
+    is_compiled = is_optimized(module) or own_call(module) is not None
+    if is_compiled or hasattr(module.forward, "_torchdynamo_orig_callable"):  # As by a decorator.
         raise TypeError(
             "the whole model is compiled, so there is nothing to stop at; pipeline the plain model, and compile its "
             "blocks: for block in model.layers: block.compile()"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use, versions
 from torchgpipe.engine.resting import Rested
@@ -162,8 +162,26 @@ class _Runs:
                 f"'{self._name}' is not what it was at forward (an input was changed in place since), so recomputation "
                 "would give other gradients; give it a copy (input.clone()), or leave it out of checkpoint"
             )
-        with saved_tensors_hooks(*hooks):
-            output = self._run.second(self._call_again)
+        pack, unpack = hooks
+        errors: list[Exception] = []
+
+        def noted(tensor: Tensor) -> Any:
+            try:
+                return pack(tensor)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        with saved_tensors_hooks(noted, unpack):
+            try:
+                output = self._run.second(self._call_again)
+            except Exception as error:
+                if errors and isinstance(errors[0], CheckpointError):
+                    raise self._run.another("other tensors are saved for backward") from error
+                if errors and errors[0] is not error:
+                    # A scripted function raises an error of its own in place of that by which the checkpoint stops.
+                    raise errors[0] from None
+                raise
             if self._run.is_compared:
                 self._run.compare(_tensors(output))
 

@@ -74,6 +74,11 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
             traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
             error.add_note("while the sample ran through the model, to find its spine")
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "the sample runs under torch.no_grad(): if the model differentiates in its forward, let one module "
+                    "of the model do all of it, within torch.enable_grad()"
+                )
             if len(places) > 1:
                 error.add_note(
                     f"the parameters are on {[*map(str, places)]}, where a pipeline may have left them: move the model "

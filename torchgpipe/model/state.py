@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.torch_internals import storage_key, versions
 from torchgpipe.model.untouched import attributes
 
-__all__ = ["apart", "may_be_state"]
+__all__ = ["apart", "may_be_state", "note_changes"]
 
 
 def may_be_state(tensor: Tensor) -> bool:
@@ -32,3 +32,12 @@ def apart(module: nn.Module, tensor: Tensor) -> Tensor:
     memory = storage_key(tensor)
     owned = [*module.buffers(), *[tensor for _, _, tensor in attributes(module)]]
     return tensor.clone() if any([storage_key(tensor) == memory for tensor in owned]) else tensor
+
+
+def note_changes(error: BaseException) -> None:
+    """Add to PyTorch's error for a tensor that backward needs, but that has changed, which one it may be."""
+    if "modified by an inplace operation" in str(error):
+        error.add_note(
+            "a layer may keep this tensor, such as a buffer, and change it for the next micro-batch: let the layer "
+            "compute with a copy (self.scale.clone()), or let it run again at backward, with checkpoint"
+        )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -199,14 +201,13 @@ def _is_state(name: str) -> bool:
 
 
 def _items(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
-    """Yield lists, dicts, sets and plain objects, each with a copy of what it holds."""
+    """Yield lists, dicts, sets, queues, NumPy's arrays and plain objects, each with a copy of what it holds."""
     copied: Any
-    if type(value) is list:
-        copied = list(value)
-    elif type(value) is dict:
-        copied = dict(value)
-    elif type(value) is set:
-        copied = set(value)
+    if type(value) in (list, dict, set, defaultdict, deque):
+        copied = copy(value)
+    elif type(value) is _numpy_array() and value.flags.writeable:
+        yield value, value.copy()
+        return
     elif type(value).__module__ not in ("builtins", "torch") and type(getattr(value, "__dict__", None)) is dict:
         if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
             return
@@ -216,18 +217,27 @@ def _items(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
         return
     yield value, copied
     if depth:
-        for item in copied.values() if type(copied) is dict else copied:
+        for item in copied.values() if isinstance(copied, dict) else copied:
             yield from _items(item, depth - 1)
 
 
+def _numpy_array() -> Any:
+    """Return the class of NumPy's arrays; None if NumPy is not imported."""
+    return getattr(sys.modules.get("numpy"), "ndarray", None)
+
+
 def _refill(value: Any, copied: Any) -> None:
-    if type(value) is list:
+    if isinstance(value, (list, deque)):
         if len(value) != len(copied) or any([a is not b for a, b in zip(value, copied)]):
-            value[:] = copied
-    elif type(value) is dict:
+            value.clear()
+            value.extend(copied)
+    elif isinstance(value, dict):
         if value.keys() != copied.keys() or any([value[key] is not copied[key] for key in copied]):
             value.clear()
             value.update(copied)
-    elif value != copied:
-        value.clear()
-        value.update(copied)
+    elif isinstance(value, set):
+        if value != copied:
+            value.clear()
+            value.update(copied)
+    else:
+        value[...] = copied

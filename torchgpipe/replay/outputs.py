@@ -1,8 +1,9 @@
-"""Compare what the two runs of a layer return, once for each structure of its inputs.
+"""Compare what the two runs of a layer return: at first always, and then ever more rarely.
 
 A layer may compute with what nobody gives back to it: a number outside of all layers, or Python's random numbers. Then
 its second run returns something else. So two sums of each output are noted at the first run, and compared after the
-second, for which the host waits once. Later runs with as many inputs of as many dimensions wait for nothing.
+second, for which the host waits. Some layers do so later on only, as after a warm-up. So for each number of inputs and
+of their dimensions, the first `_ALWAYS` runs are compared, and then one whenever their number has doubled.
 
 The sums may differ a little, where kernels add in any order, or the compiler has made two graphs. Such errors are a few
 eps of single elements, in either direction. So they move a sum by a few eps of the tensor's norm, and `_EPS` of these
@@ -17,19 +18,28 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compared", "difference_of", "sums"]
+__all__ = ["counts_of", "difference_of", "is_compared", "sums"]
 
 _EPS = 64
 
 #: The elements that are widened at a time: an output may take most of the memory.
 _BLOCK = 1 << 22
 
-_compared: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
+#: The first runs of a structure that are all compared; later ones at each doubling.
+_ALWAYS = 8
+
+_counts: WeakKeyDictionary[nn.Module, dict[Hashable, int]] = WeakKeyDictionary()
 
 
-def compared(module: nn.Module) -> set[Hashable]:
-    """Return the structures of inputs of which both runs of a module have returned the same, to be added to."""
-    return _compared.setdefault(module, set())
+def counts_of(module: nn.Module) -> dict[Hashable, int]:
+    """Return how often a module has run, by the structure of its inputs, to be counted on."""
+    return _counts.setdefault(module, {})
+
+
+def is_compared(counts: dict[Hashable, int], structure: Hashable) -> bool:
+    """Count a run, and return whether it is to be compared."""
+    count = counts[structure] = counts.get(structure, 0) + 1
+    return count <= _ALWAYS or count & (count - 1) == 0
 
 
 def difference_of(before: Sequence[Tensor | None], outputs: Iterable[Tensor | None]) -> str | None:

@@ -13,7 +13,7 @@ the settings of the caller, which `Ambient.run` enters:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
 from torchgpipe.replay.exclusive import exclusive
 from torchgpipe.replay.found import Found
-from torchgpipe.replay.outputs import compared, difference_of, sums
+from torchgpipe.replay.outputs import counts_of, difference_of, is_compared, sums
 from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn, RandomStates
 from torchgpipe.replay.state import Before, State
@@ -59,8 +59,8 @@ class Layers:
         self.random, self.where, self.copying, self.otherwise = random, where, copying, otherwise
         self._found = Found(modules)
         self.state = State(modules)
-        #: The structures of inputs of which outputs have been compared.
-        self.compared = compared(modules[0])
+        #: How often they have run, by the structure of their inputs.
+        self.counts = counts_of(modules[0])
         # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
         owned = {
             parameter: None for _, _, named in self._found.layers for _, parameter in named if parameter is not None
@@ -102,15 +102,15 @@ class Run:
         is_compared: whether what the two runs return is to be compared
     """
 
-    __slots__ = ("_inputs", "_kept", "_layers", "_structure", "_sums", "_versions", "is_compared")
+    __slots__ = ("_inputs", "_kept", "_layers", "_sums", "_versions", "is_compared")
 
     def __init__(self, layers: Layers, inputs: Sequence[Tensor | None]) -> None:
         self._layers = layers
         self._inputs: Sequence[Tensor | None] = inputs
         # Without sizes: a model of sentences has new ones in many mini-batches.
-        self._structure: Hashable = tuple([None if x is None else x.dim() for x in inputs])
+        structure = tuple([None if x is None else x.dim() for x in inputs])
         # A dispatch mode would see the sums, and tensors of some modes have no values.
-        self.is_compared = self._structure not in layers.compared and not dispatch_modes()
+        self.is_compared = is_compared(layers.counts, structure) and not dispatch_modes()
         self._sums: list[Tensor | None] = []
         #: The random numbers that the first run drew, and what layers kept before it.
         self._kept: tuple[Drawn, Before | None] | None = None
@@ -182,22 +182,25 @@ class Run:
         return result
 
     def compare(self, outputs: Iterable[Tensor | None]) -> None:
-        """Compare what the second run has returned, if that is still to be done.
+        """Compare what the second run has returned, if that is to be done.
 
         Raises:
             RuntimeError: it is not what the first run returned.
         """
-        if not self.is_compared or self._structure in self._layers.compared:
+        if not self.is_compared:
             return
         difference = difference_of(self._sums, outputs)
         if difference is not None:
-            raise RuntimeError(
-                f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
-                "gradients would be wrong; let it compute with its inputs, with buffers, or with numbers and small "
-                f"tensors among the attributes of its modules, which are as they were before, or "
-                f"{self._layers.otherwise}"
-            )
-        self._layers.compared.add(self._structure)
+            raise self.another(difference)
+
+    def another(self, difference: str) -> RuntimeError:
+        """Return the error for a second run that has computed something else."""
+        return RuntimeError(
+            f"{self._layers.where()} has not computed in recomputation what it computed before ({difference}), so "
+            "gradients would be wrong; let it compute with its inputs, with buffers, or with numbers and small tensors "
+            "among the attributes of its modules, which are as they were before, so that it can change them without "
+            f"asking is_recomputing(), or {self._layers.otherwise}"
+        )
 
     def forget(self) -> None:
         """Forget what takes memory, when there is no further run: copies, and states of generators in kilobytes."""

@@ -1,8 +1,9 @@
 """What layers keep from run to run: a second run begins with what the first began with, and leaves what it finds.
 
 A layer may keep tensors and numbers, as buffers or as plain attributes, change them in its forward, and compute with
-them: the vectors of a spectral norm, a codebook, a temperature. So what a first run finds is noted before. What the run
-changes of it is kept until the second run, and is in the layer, tensors as copies, for as long as that runs.
+them: the vectors of a spectral norm, a codebook, a temperature. So what a first run finds is noted before, and kept
+until the second run, also where only later micro-batches change it. It is in the layer, tensors as copies, for as long
+as the second run takes.
 
 What tells that a tensor has changed is costly or unreliable: versions say nothing of ``.data``, of NumPy and of norms,
 and values have to be waited for. So small tensors are copied before each first run, without a question. A large one,
@@ -135,24 +136,24 @@ class Before:
         for place, values, count in self._found:
             now = place.values
             for name, value in values.items():
-                if now.get(name, _nothing) is not value:
+                if isinstance(value, _KINDS):
                     self._need(place, name, value)
-                elif isinstance(value, Tensor) and value in self._copies:
-                    self._needed.append((now, name, value))
             if len(now) != count:
                 new = now.keys() - values.keys() - _OF_EVERY_MODULE
                 self._needed += [(now, name, _nothing) for name in new if isinstance(now[name], _KINDS)]
         self._found, self._large = [], []
 
     def _need(self, place: _Place, name: str, value: Any) -> None:
-        """Keep a value that another one has replaced."""
-        if isinstance(value, Tensor) and (
-            value.grad_fn is not None or not (_is_small(value) or place.values is place.module._buffers)
-        ):
-            # An activation, which the layer shows, and sets anew in each run; it would stay in memory.
-            self._copies.pop(value, None)
-        elif isinstance(value, _KINDS):
-            self._needed.append((place.values, name, value))
+        """Keep a value for the second run."""
+        if isinstance(value, Tensor):
+            is_small, is_replaced = _is_small(value), place.values.get(name, _nothing) is not value
+            if not is_small and (value.grad_fn is not None or (is_replaced and place.values is vars(place.module))):
+                # An activation, which the layer shows, and sets anew in each run; it would stay in memory.
+                self._copies.pop(value, None)
+                return
+            if value.grad_fn is not None:  # The graph of an earlier micro-batch, which may be differentiated already.
+                value = value.detach().clone()
+        self._needed.append((place.values, name, value))
 
     @property
     def holds_memory(self) -> bool:
