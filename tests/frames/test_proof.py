@@ -217,7 +217,8 @@ def couples(self: Any, x: Tensor) -> Tensor:
     "sample",
     [
         *[torch.zeros(2, 4), torch.ones(2, 4), torch.ones(1, 4), torch.ones(4, 4), torch.zeros(8, 4)],
-        *[torch.full((2, 6), 1), torch.full((4, 6), 3), torch.arange(6).repeat(2, 1), torch.arange(6)[None]],
+        *[torch.full((2, 6), 1), torch.full((4, 6), 3), torch.zeros(4, 6, dtype=torch.long)],
+        *[torch.arange(6).repeat(2, 1), torch.arange(6).repeat(3, 1), torch.arange(6)[None], torch.full((2, 4), 1e-38)],
     ],
     ids=str,
 )
@@ -230,12 +231,53 @@ def test_a_sample_whose_rows_are_equal_shows_what_couples_them(sample: Tensor) -
 
 
 def test_a_sample_that_cannot_be_varied_is_refused() -> None:
-    model = chain(couples)
-    model.words = nn.Embedding(9, 4)
+    model = chain(lambda self, x: Chain.forward(self, x.float()))
     with pytest.raises(
         ValueError, match=r"all rows of the sample are equal in \['x'\], and cannot be varied.* give a s"
     ):
-        two(model, torch.zeros(4, 6, dtype=torch.long))
+        two(model, torch.zeros(4, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [1, 1], [3, 3], [0, 3]], ids=str)
+@pytest.mark.parametrize("how", ["counts", "means", "trims"])
+def test_equal_classes_show_what_couples_them(ids: list[int], how: str) -> None:
+    """Beside other rows that differ, the same class everywhere was left alone, or each row got one of its own."""
+
+    def forward(self: Any, x: Tensor, ids: Tensor) -> Tensor:
+        if how == "counts":
+            x = x * torch.bincount(ids)[ids][:, None]
+        elif how == "means":
+            x = x + (words := self.words(ids)) - words.mean(0)
+        else:
+            x = x * (torch.arange(4) < ids.max())
+        return Chain.forward(self, x)  # type: ignore[no-any-return]
+
+    model = chain(forward)
+    model.words = nn.Embedding(5, 4)
+    with pytest.raises(ValueError, match="the rows are coupled"):
+        pipelined(model, (torch.randn(2, 4), torch.tensor(ids)), chunks=2, devices=TWO, balance="parameters")
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [1, 1], [3]], ids=str)
+def test_lengths_stay_lengths(lengths: list[int]) -> None:
+    """Lengths were drawn like words, so that one was 0, which no model takes."""
+
+    def forward(self: Any, words: Tensor, lengths: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        return Chain.forward(self, self.recurrent(rows)[1][0])  # type: ignore[no-any-return]
+
+    model = chain(forward)
+    model.words, model.recurrent = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True)
+    sample = torch.randint(9, (len(lengths), 4)), torch.tensor(lengths)
+    pipelined(model, sample, chunks=2, devices=TWO, balance="parameters")
+
+
+def test_what_a_model_asks_of_its_rows_is_kept_if_it_must_be() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        assert torch.equal(x.sum(1), torch.ones(len(x)))
+        return Chain.forward(self, x)  # type: ignore[no-any-return]
+
+    two(chain(forward), torch.eye(4)[[1, 1]])
 
 
 def test_what_has_equal_rows_by_nature_stays_equal() -> None:

@@ -55,18 +55,18 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     splitter, count = settings.study.splitter, min(2, settings.chunks)
     tried = [sample]
     if splitter.rows and count > 1:
-        rows = splitter.rows if splitter.rows >= 4 else 2 * splitter.rows
+        rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        tried = variations(splitter, sample, settings.study.labels) if verifies else [sample]
+        tried = variations(splitter, sample, settings.study.labels, must_differ=verifies)
     with_loss = target is not None and settings.loss_fn is not None
     for arguments in tried:
         proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
         try:
             if verifies:
                 proof.run()
-            else:
-                proof.find_rules()
-            break
+                break
+            if proof.find_rules():
+                break
         except PlainFails as failure:
             if arguments is tried[-1]:
                 raise failure.error from failure.__cause__
@@ -126,13 +126,19 @@ class FramesProof(Proof):
                 self._find_rules_of_items()
         return self.comparison
 
-    def find_rules(self) -> None:
-        """Find out how numbers of micro-batches are joined, by their values, and compare nothing."""
+    def find_rules(self) -> bool:
+        """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
+
+        Returns:
+            whether the model takes the mini-batch
+        """
         if len(self._sizes) > 1:
             with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module), suppress(Exception):
                 with in_mode(self._module, False):
                     self._compare_numbers(self._batch)
                 self._find_rules_of_items()
+                return True
+        return False
 
     # ------------------------------------------------------------------------------------------------- the plain model
 
@@ -298,11 +304,12 @@ class FramesProof(Proof):
     def _find_rules_of_items(self) -> None:
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
         study, forward = self._settings.study, self._model._torchgpipe_forward
-        if gives_items(self._batch) or not study.rules.get(False) or not _takes_items(forward):
+        given = gives_items(self._batch)
+        if not study.rules.get(given) or not _takes_items(forward):
             return
         # Two rows are enough, as this is about values only.
         arguments = study.splitter.resized(self._batch.arguments, 2)
-        arguments = arguments._replace(kwargs={**arguments.kwargs, "num_items_in_batch": 7})
+        arguments = arguments._replace(kwargs={**arguments.kwargs, "num_items_in_batch": None if given else 7})
         with torch.no_grad(), in_mode(self._module, False):
             try:
                 self._compare_numbers(study.splitter.micro_batches(arguments, 2))
