@@ -228,7 +228,7 @@ class Splitter:
 
     def resized(self, sample: Arguments, rows: int) -> Arguments:
         """Return the sample with so many rows, some left out or repeated; what is passed whole stays as it is."""
-        index = _index(self.rows, rows)
+        index = [k % max(1, self.rows) for k in range(rows)]
 
         def choose(value: Any, path: str) -> list[Any] | None:
             is_split = isinstance(value, (Tensor, list)) and self._split.get(path)
@@ -377,11 +377,6 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
     return mapped(value, part, caches=True)
 
 
-def _index(before: int, rows: int) -> list[int]:
-    """Return which of some rows to choose; repetitions are neighbours, so that micro-batches differ."""
-    return [k * before // max(before, rows, 1) for k in range(rows)]
-
-
 def _chosen(value: Any, index: list[int]) -> Any:
     """Return rows of a tensor, or items of a list, by their numbers; an item that is chosen again is varied."""
     if isinstance(value, Tensor):
@@ -417,7 +412,7 @@ def varied(row: Tensor, count: int, largest: int = 0, *, mildly: bool = False) -
 
 def resized(value: Any, before: int, rows: int) -> Any:
     """Return a value, of which everything that has ``before`` rows is split, with ``rows`` of them."""
-    index = _index(before, rows)
+    index = [k % max(1, before) for k in range(rows)]
     if has_an_item_for_each(value, before):
         return _chosen(value, index)
 

@@ -20,6 +20,7 @@ from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.cell import Export
+from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
@@ -377,6 +378,8 @@ class FramesProof(Proof):
                     self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
                 ).run_forward_half()
         except Exception as error:
+            if isinstance(error, WaitsForever):
+                raise
             if not (_is_ours(error) or is_of_compiler(error)):
                 raise self._fails(error) from error
             self.skip(f"evaluation, which the pipeline refuses ({error})")

@@ -181,6 +181,7 @@ class _Uses(TorchFunctionMode):
         for name, (_, argument) in sorted(self._integers.items(), key=lambda item: item[0] in self._embedded):
             if target.is_meta or argument.is_meta:
                 is_it = argument.numel() == target.numel() and _address(argument) == _address(target)
+                is_it &= name not in self._embedded  # Without addresses, all are.
             else:
                 next_ones = argument[..., 1:], functional.pad(argument, (0, 1), value=ignored)[..., 1:]
                 is_it = any([_has_elements(target, labels) for labels in (argument, *next_ones)])

@@ -3,7 +3,7 @@
 What people give for a sample is often ``torch.ones(4, 8)``, or one row. So a row that occurred before is varied: floats
 by noise, integers by drawing from those of the row, or up to the largest. Some tensors have equal rows by nature, such
 as the ids of positions; and there is no telling whether a tensor of zeros and ones says which positions count. These
-stay, unless nothing else can be varied. A mask of ones leaves out places of the last row, as those of batches do.
+stay, unless nothing else can be varied. A mask leaves out places of the last row, as those of batches do.
 
 Labels that a loss leaves out are put in unevenly, where a row has several, so that the means over rows, over labels,
 and over the labels that models compare with (all but the first of each row) differ:
@@ -119,11 +119,14 @@ def _uneven_classes(numbers: Tensor) -> Tensor:
 
 
 def _padded(mask: Tensor) -> Tensor:
-    """Return a mask of ones that leaves out the end of the last row; any other mask as it is."""
-    if mask.is_meta or mask.dim() != 2 or not (mask == 1).all():
+    """Return a mask that leaves out the end of the last row, if that is like another one."""
+    if mask.is_meta or mask.dim() != 2 or not (mask == mask.bool()).all():
+        return mask
+    half = (mask.shape[1] + 1) // 2
+    if not mask[-1, :half].any() or not (mask[:-1] == mask[-1]).all(1).any():
         return mask
     mask = mask.detach().clone()
-    mask[-1, (mask.shape[1] + 1) // 2 :] = 0
+    mask[-1, half:] = 0
     return mask
 
 
