@@ -333,8 +333,11 @@ def test_how_numbers_are_joined_is_found_by_value_and_gradient(
 
 
 @pytest.mark.parametrize("name", ["labels", "targets"])
-@pytest.mark.parametrize("shift", ["no", "sliced", "padded"])
-def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, shift: str) -> None:
+@pytest.mark.parametrize("shift", ["no", "sliced", "padded", "rows"])
+@pytest.mark.parametrize(("rows", "verify"), [(1, True), (2, True), (2, False)])
+def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(
+    name: str, shift: str, rows: int, verify: bool
+) -> None:
     """The sample has no padding, which is what batches have: it is put into the sample."""
 
     def forward(self: Any, ids: Tensor, **more: Tensor) -> Tensor:
@@ -343,6 +346,8 @@ def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, 
             logits, labels = logits[:, :-1], labels[:, 1:]
         elif shift == "padded":
             labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        if shift == "rows":
+            return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     model = chain(forward).double()
@@ -352,8 +357,64 @@ def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, 
     for row in range(6):
         labels[row, 5 - row // 2 :] = -100
     labels[3, 0] = -100
-    model = two(model, {"ids": ids[:2], name: ids[:2].clone()})
+    model = two(model, {"ids": ids[:rows], name: ids[:rows].clone()}, verify=verify)
+    assert model.verify(ids, **{name: ids.clone()}).is_equal  # Without padding, any rule fits.
     torch.testing.assert_close(model(ids, **{name: labels}), plain(ids, **{name: labels}))
+
+
+def loss_of(rule: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Return a model that takes a batch of words and labels, and returns its loss."""
+
+    def forward(self: Any, batch: dict[str, Tensor]) -> Tensor:
+        losses = functional.cross_entropy(
+            Chain.forward(self, self.words(batch["ids"])).transpose(1, 2), batch["labels"], reduction="none"
+        )
+        return rule(losses, batch["mask"] if "mask" in batch else batch["labels"])
+
+    model = chain(forward).double()
+    model.words = nn.Embedding(4, 4).double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("rule", "mask"),
+    [
+        (lambda losses, labels: (losses * (labels != 0)).sum() / (labels != 0).sum(), False),
+        (lambda losses, mask: (losses * mask).sum() / mask.sum(), True),
+        (lambda losses, labels: (losses * (w := torch.tensor([1.0, 2, 3, 4])[labels])).sum() / w.sum(), False),
+        (lambda losses, _: losses.mean().sqrt(), False),
+    ],
+    ids=["padding is 0", "mask", "classes weigh", "root"],
+)
+def test_numbers_that_the_sample_does_not_show_to_be_no_means_are_refused(rule: Any, mask: bool) -> None:
+    """Without padding in the sample they looked like means; repeated rows had the same words in another order."""
+    ids = torch.tensor([[1, 2, 3, 1, 2], [3, 2, 1, 2, 3]])
+    batch = {"ids": ids, "labels": ids.clone(), **({"mask": torch.ones(2, 5)} if mask else {})}
+    with pytest.raises(ValueError, match=r"if it is a weighted mean, .* give weight="):
+        two(loss_of(rule), (batch,))
+
+
+def test_labels_within_an_argument_weigh_a_loss() -> None:
+    model = loss_of(lambda losses, labels: losses.sum() / (labels != -100).sum())
+    plain, ids = copy.deepcopy(model), torch.randint(4, (6, 5))
+    labels = ids.where(torch.arange(5) < torch.arange(1, 7)[:, None], -100)
+    two(model, ({"ids": ids[:2], "labels": ids[:2].clone()},))
+    batch = {"ids": ids, "labels": labels}
+    torch.testing.assert_close(model(batch), plain(batch))
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_a_number_that_the_sample_did_not_give_may_change_a_loss(step: bool) -> None:
+    def forward(self: Any, x: Tensor, count: int | None = None) -> Tensor:
+        x = Chain.forward(self, x)
+        return x.mean() if count is None else x.sum() / count
+
+    x = torch.randn(6, 4)
+    model = two(chain(forward))
+    with pytest.raises(ValueError, match=r"may depend on \['count'\], which the sample did not give; give pipelined a"):
+        (model.step if step else model)(x, count=24)
+    model = pipelined(chain(forward), (x[:2], 8), chunks=3, devices=TWO, balance="parameters")
+    torch.testing.assert_close(model(x, 24), forward(model.unpipelined(), x, 24))
 
 
 def test_tensors_that_modules_keep_in_training_only_are_watched() -> None:

@@ -29,7 +29,7 @@ from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import variations
 from torchgpipe.frames.visitors import unobserved
-from torchgpipe.model.comparison import Comparison, cotangent, difference_of
+from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
@@ -60,11 +60,15 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
         tried = variations(splitter, sample, settings.study.labels, must_differ=verifies)
     with_loss = target is not None and settings.loss_fn is not None
-    for arguments in tried:
+    for k, arguments in enumerate(tried):
+        settings.study.rules.clear()
         proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
         try:
             if verifies:
                 proof.run()
+                # Few labels count, so a rule may fit by chance.
+                for other in tried[k + 1 : len(tried) // 2]:
+                    proof.confirm_rules(splitter.micro_batches(other, count))
                 break
             if proof.find_rules():
                 break
@@ -265,7 +269,7 @@ class FramesProof(Proof):
         if self._loss is not None:
             tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
-            to_try = rules_to_try(self._settings)
+            to_try = [rules[path]] if path in rules else rules_to_try(self._settings)
             if gives_items(self._batch):  # First what they are given for: in a few rows, a micro-batch may add nothing.
                 to_try.sort(key=lambda rule: rule != "sum")
             tried = [shares(self._settings, self._batch, rule) for rule in to_try]
@@ -317,14 +321,21 @@ class FramesProof(Proof):
             except (TypeError, RuntimeError):
                 return  # It does not take this argument.
 
-    def _compare_numbers(self, batch: SplitBatch) -> None:
-        """Find the rules of a mini-batch by the values of numbers alone."""
+    def confirm_rules(self, batch: SplitBatch) -> None:
+        """Compare the values of numbers of another mini-batch by the rules that are known."""
+        if self._settings.study.rules and self.comparison.is_equal:
+            with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
+                self.comparison.rows += self._compare_numbers(batch)
+
+    def _compare_numbers(self, batch: SplitBatch) -> list[Compared]:
+        """Compare the values of the numbers of a mini-batch alone, and find their rules if these are not known."""
         before, sizes, comparison = self._batch, self._sizes, self.comparison
         self._batch, self._sizes, self.comparison = batch, batch.sizes, Comparison(self._settings.study.epsilon)
         try:
             parts = [self._with_numbers(i)[1] for i in range(len(self._sizes))]
             for path, number in self._with_numbers(None)[1].items():
                 self.compare_number(path, number, [part[path] for part in parts if path in part])
+            return self.comparison.rows
         finally:
             self._batch, self._sizes, self.comparison = before, sizes, comparison
 
