@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -256,7 +256,8 @@ def couples(self: Any, x: Tensor) -> Tensor:
     "sample",
     [
         *[torch.zeros(2, 4), torch.ones(2, 4), torch.ones(1, 4), torch.ones(4, 4), torch.zeros(8, 4)],
-        *[torch.full((2, 6), 1), torch.full((4, 6), 3), torch.arange(6).repeat(2, 1), torch.arange(6)[None]],
+        *[torch.full((2, 6), 1), torch.full((4, 6), 3), torch.zeros(4, 6, dtype=torch.long)],
+        *[torch.arange(6).repeat(2, 1), torch.arange(6).repeat(3, 1), torch.arange(6)[None], torch.full((2, 4), 1e-38)],
     ],
     ids=str,
 )
@@ -269,12 +270,53 @@ def test_a_sample_whose_rows_are_equal_shows_what_couples_them(sample: Tensor) -
 
 
 def test_a_sample_that_cannot_be_varied_is_refused() -> None:
-    model = chain(couples)
-    model.words = nn.Embedding(9, 4)
+    model = chain(lambda self, x: Chain.forward(self, x.float()))
     with pytest.raises(
         ValueError, match=r"all rows of the sample are equal in \['x'\], and cannot be varied.* give a s"
     ):
-        two(model, torch.zeros(4, 6, dtype=torch.long))
+        two(model, torch.zeros(4, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [1, 1], [3, 3], [0, 3]], ids=str)
+@pytest.mark.parametrize("how", ["counts", "means", "trims"])
+def test_equal_classes_show_what_couples_them(ids: list[int], how: str) -> None:
+    """Beside other rows that differ, the same class everywhere was left alone, or each row got one of its own."""
+
+    def forward(self: Any, x: Tensor, ids: Tensor) -> Tensor:
+        if how == "counts":
+            x = x * torch.bincount(ids)[ids][:, None]
+        elif how == "means":
+            x = x + (words := self.words(ids)) - words.mean(0)
+        else:
+            x = x * (torch.arange(4) < ids.max())
+        return Chain.forward(self, x)  # type: ignore[no-any-return]
+
+    model = chain(forward)
+    model.words = nn.Embedding(5, 4)
+    with pytest.raises(ValueError, match="the rows are coupled"):
+        pipelined(model, (torch.randn(2, 4), torch.tensor(ids)), chunks=2, devices=TWO, balance="parameters")
+
+
+@pytest.mark.parametrize("lengths", [[4, 4], [1, 1], [3]], ids=str)
+def test_lengths_stay_lengths(lengths: list[int]) -> None:
+    """Lengths were drawn like words, so that one was 0, which no model takes."""
+
+    def forward(self: Any, words: Tensor, lengths: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        return Chain.forward(self, self.recurrent(rows)[1][0])  # type: ignore[no-any-return]
+
+    model = chain(forward)
+    model.words, model.recurrent = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True)
+    sample = torch.randint(9, (len(lengths), 4)), torch.tensor(lengths)
+    pipelined(model, sample, chunks=2, devices=TWO, balance="parameters")
+
+
+def test_what_a_model_asks_of_its_rows_is_kept_if_it_must_be() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        assert torch.equal(x.sum(1), torch.ones(len(x)))
+        return Chain.forward(self, x)  # type: ignore[no-any-return]
+
+    two(chain(forward), torch.eye(4)[[1, 1]])
 
 
 def test_what_has_equal_rows_by_nature_stays_equal() -> None:
@@ -329,9 +371,11 @@ def test_how_numbers_are_joined_is_found_by_value_and_gradient(
 
 
 @pytest.mark.parametrize("name", ["labels", "targets"])
-@pytest.mark.parametrize("shift", ["no", "sliced", "padded"])
-@pytest.mark.parametrize("verify", [True, False])
-def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, shift: str, verify: bool) -> None:
+@pytest.mark.parametrize("shift", ["no", "sliced", "padded", "rows"])
+@pytest.mark.parametrize(("rows", "verify"), [(1, True), (2, True), (2, False)])
+def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(
+    name: str, shift: str, rows: int, verify: bool
+) -> None:
     """The sample has no padding, which is what batches have: it is put into the sample."""
 
     def forward(self: Any, ids: Tensor, **more: Tensor) -> Tensor:
@@ -340,6 +384,8 @@ def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, 
             logits, labels = logits[:, :-1], labels[:, 1:]
         elif shift == "padded":
             labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        if shift == "rows":
+            return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1).mean()
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     model = chain(forward).double()
@@ -349,8 +395,64 @@ def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(name: str, 
     for row in range(6):
         labels[row, 5 - row // 2 :] = -100
     labels[3, 0] = -100
-    model = two(model, {"ids": ids[:2], name: ids[:2].clone()}, verify=verify)
+    model = two(model, {"ids": ids[:rows], name: ids[:rows].clone()}, verify=verify)
+    assert model.verify(ids, **{name: ids.clone()}).is_equal  # Without padding, any rule fits.
     torch.testing.assert_close(model(ids, **{name: labels}), plain(ids, **{name: labels}))
+
+
+def loss_of(rule: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Return a model that takes a batch of words and labels, and returns its loss."""
+
+    def forward(self: Any, batch: dict[str, Tensor]) -> Tensor:
+        losses = functional.cross_entropy(
+            Chain.forward(self, self.words(batch["ids"])).transpose(1, 2), batch["labels"], reduction="none"
+        )
+        return rule(losses, batch["mask"] if "mask" in batch else batch["labels"])
+
+    model = chain(forward).double()
+    model.words = nn.Embedding(4, 4).double()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("rule", "mask"),
+    [
+        (lambda losses, labels: (losses * (labels != 0)).sum() / (labels != 0).sum(), False),
+        (lambda losses, mask: (losses * mask).sum() / mask.sum(), True),
+        (lambda losses, labels: (losses * (w := torch.tensor([1.0, 2, 3, 4])[labels])).sum() / w.sum(), False),
+        (lambda losses, _: losses.mean().sqrt(), False),
+    ],
+    ids=["padding is 0", "mask", "classes weigh", "root"],
+)
+def test_numbers_that_the_sample_does_not_show_to_be_no_means_are_refused(rule: Any, mask: bool) -> None:
+    """Without padding in the sample they looked like means; repeated rows had the same words in another order."""
+    ids = torch.tensor([[1, 2, 3, 1, 2], [3, 2, 1, 2, 3]])
+    batch = {"ids": ids, "labels": ids.clone(), **({"mask": torch.ones(2, 5)} if mask else {})}
+    with pytest.raises(ValueError, match=r"if it is a weighted mean, .* give weight="):
+        two(loss_of(rule), (batch,))
+
+
+def test_labels_within_an_argument_weigh_a_loss() -> None:
+    model = loss_of(lambda losses, labels: losses.sum() / (labels != -100).sum())
+    plain, ids = copy.deepcopy(model), torch.randint(4, (6, 5))
+    labels = ids.where(torch.arange(5) < torch.arange(1, 7)[:, None], -100)
+    two(model, ({"ids": ids[:2], "labels": ids[:2].clone()},))
+    batch = {"ids": ids, "labels": labels}
+    torch.testing.assert_close(model(batch), plain(batch))
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_a_number_that_the_sample_did_not_give_may_change_a_loss(step: bool) -> None:
+    def forward(self: Any, x: Tensor, count: int | None = None) -> Tensor:
+        x = Chain.forward(self, x)
+        return x.mean() if count is None else x.sum() / count
+
+    x = torch.randn(6, 4)
+    model = two(chain(forward))
+    with pytest.raises(ValueError, match=r"may depend on \['count'\], which the sample did not give; give pipelined a"):
+        (model.step if step else model)(x, count=24)
+    model = pipelined(chain(forward), (x[:2], 8), chunks=3, devices=TWO, balance="parameters")
+    torch.testing.assert_close(model(x, 24), forward(model.unpipelined(), x, 24))
 
 
 def test_tensors_that_modules_keep_in_training_only_are_watched() -> None:
@@ -415,23 +517,31 @@ def test_what_a_first_run_moves_between_a_layer_and_its_parameter_is_put_back() 
     assert torch.equal(model.unpipelined()(x), made()(x))
 
 
-def test_what_layers_collect_is_put_back() -> None:
-    """Queues, arrays and other dicts than plain ones kept what the sample had left."""
-
-    class Collects(nn.Linear):
+def test_what_layers_count_and_put_on_parameters_is_put_back() -> None:
+    class Counting(nn.Linear):
         def __init__(self) -> None:
             super().__init__(4, 4)
-            self.queue, self.counts, self.total = deque([1.0], maxlen=3), defaultdict(int, {4: 1}), np.ones(4)
+            self.seen, self.last, self.lists = Counter[str](), deque[int](), defaultdict[str, list[int]](list)
+            self.array, self.source, self.numbers = np.zeros(2), random.Random(1), np.random.default_rng(1)
 
         def forward(self, x: Tensor) -> Tensor:
-            self.queue.append(len(x))
-            self.counts[len(x)] += 1
-            self.total += 1
-            return super().forward(x)
+            self.seen["calls"] += 1
+            self.last.append(1)
+            self.lists["calls"].append(1)
+            self.array += 1
+            self.source.random(), self.numbers.random()
+            self.weight.calls = 1  # type: ignore[assignment]
+            self.bias.requires_grad_(False)
+            return torch.tanh(super().forward(x))
 
-    model: Any = two(chain(Chain.forward, *[Collects() for _ in range(4)]), torch.randn(2, 4))
-    for layer in model.layers:
-        assert [*layer.queue] == [1.0] and layer.counts == {4: 1} and layer.total.tolist() == 4 * [1.0]
+    def state(layer: Any) -> list[Any]:
+        kept = layer.seen, layer.last, layer.lists, layer.array, layer.source.getstate(), layer.numbers.bit_generator
+        return [*map(str, (*kept[:-1], kept[-1].state, vars(layer.weight))), layer.bias.requires_grad]
+
+    model = chain(Chain.forward, *[Counting() for _ in range(4)])
+    before = [state(layer) for layer in model.layers]
+    two(model)
+    assert [state(layer) for layer in model.layers] == before
 
 
 def test_leaves_outside_of_the_model_are_compared_and_stay_as_they_are() -> None:

@@ -135,6 +135,9 @@ REFUSED: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
             {"reduce": "sum"}),
     "padding": (without_zeros, torch.tensor([0, 1, 2, 2, 0, 2, 1, 1]), "give weight=, which takes the target",
                 {"weight": lambda target: (target != 0).sum()}),
+    "nothing but padding": (lambda output, target: F.cross_entropy(output, target[0]),
+                            (torch.tensor([-100, -100, 2, 1, 0, 2, 1, 1]),), "but for each of them nan and",
+                            {"weight": lambda target: (target[0] != -100).sum()}),
     "rows with each other": (contrastive, None, "or reduce='mean', if the mean of what it gives", {"reduce": "mean"}),
 }  # fmt: skip
 

@@ -29,11 +29,15 @@ from torchgpipe.frames.threads import Threads, place_of, seconds_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.generator_locks import own_locks
 
-__all__ = ["Cancelled", "Frame"]
+__all__ = ["Cancelled", "Frame", "WaitsForever"]
 
 
 class Cancelled(BaseException):
     """Unwinds the stack of a frame that will not go on, because the mini-batch has failed elsewhere."""
+
+
+class WaitsForever(RuntimeError):
+    """A micro-batch waits for what an earlier one holds, which has stopped where a partition begins."""
 
 
 class Frame:
@@ -111,7 +115,7 @@ class Frame:
         """Wait until the frame's thread hands over.
 
         Raises:
-            RuntimeError: the thread has only waited for longer than this mini-batch is patient.
+            WaitsForever: the thread has only waited for longer than this mini-batch is patient.
         """
         # The first one waits for no other: for a file, perhaps.
         patience, computed = self._columns.patience if self.i else None, -1.0
@@ -121,7 +125,7 @@ class Frame:
             except Empty:
                 before, computed = computed, seconds_of(self._ident)
             if computed == before:
-                raise RuntimeError(
+                raise WaitsForever(
                     f"micro-batch {self.i} waits for ever in {place_of(self._ident)}, while earlier ones have stopped "
                     "where a partition begins: perhaps the model holds a lock in its forward, which every micro-batch "
                     "takes; take the lock around the call of the model instead"

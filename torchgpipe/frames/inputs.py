@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
-from torchgpipe.model.values import is_cache, mapped, spread, walk
+from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
 __all__ = [
     "Arguments",
@@ -124,6 +124,7 @@ class Splitter:
         no_chunk: the names of arguments that are passed whole
 
     Attributes:
+        given: the names of the arguments that the sample gives
         readings: the ways to read the sample; if there are several, only runs can tell; see `read`
         rows: the number of rows of the sample, as it is read
         batch: the name of the argument whose dimension 0 is the batch, as the sample is read
@@ -162,6 +163,7 @@ class Splitter:
             raise ValueError(
                 f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
             )
+        self.given = {name for name, value in named.items() if value is not None}
         # No tensors, or every copy and pickle of the model would have the sample.
         self._parts = [_Part.of(path, value) for path, value in parts]
         self.read(self.readings[0] if self.readings else Reading("", 0, False))
@@ -182,6 +184,10 @@ class Splitter:
     def names(self, arguments: Arguments) -> dict[str, Any]:
         """Return arguments by their names."""
         return dict(self._named(arguments))
+
+    def tensors(self, arguments: Arguments) -> dict[str, Tensor]:
+        """Return the tensors among arguments by their paths."""
+        return dict(each(self.names(arguments)))
 
     def rows_of(self, arguments: Arguments) -> int:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
@@ -376,27 +382,32 @@ def _chosen(value: Any, index: list[int]) -> Any:
     if isinstance(value, Tensor):
         # Detached, or a backward would add gradients to what the caller's sample was made of.
         return value.detach()[index].requires_grad_(value.requires_grad)
-    return [mapped(value[k], partial(varied, count=index[:i].count(k))) for i, k in enumerate(index)]
+    return [mapped(value[k], partial(varied, count=i if k in index[:i] else 0)) for i, k in enumerate(index)]
 
 
-def varied(row: Tensor, count: int, largest: int = 0) -> Tensor:
+def varied(row: Tensor, count: int, largest: int = 0, *, mildly: bool = False) -> Tensor:
     """Return a row that has occurred ``count`` times before with other numbers of the same range.
 
     Args:
         row: the row
         count: how often it has occurred
         largest: the largest integer that may stand for others, where the integers of the row are all the same
+        mildly: whether to leave each number as it is, and to put it elsewhere, if that makes a difference
     """
-    if not count or row.is_meta or row.dtype is torch.bool:
+    if not count or row.is_meta or row.dtype is torch.bool or not row.numel():
         return row
-    rolled = row.roll(count, 0) if row.dim() else row
     generator = torch.Generator().manual_seed(count)
+    rolled = row.roll(count, 0) if row.dim() else row
+    is_other = not torch.equal(rolled, row)
+    if mildly and is_other:
+        return rolled
     if not row.is_floating_point():
-        if largest < 1 or not torch.equal(rolled, row):
-            return rolled
-        return torch.randint(largest + 1, row.shape, generator=generator, device="cpu").to(row)
+        if is_other:  # Drawn with others left out, or a sum over the row would not differ.
+            return row[torch.randint(len(row), (len(row),), generator=generator, device="cpu").to(row.device)]
+        return torch.randint(int(largest > 1), largest + 1, row.shape, generator=generator, device="cpu").to(row)
     noise = torch.rand(row.shape, generator=generator, device="cpu").to(row)
-    return rolled * (1 - noise / 2) if row.any() else noise / 10
+    # Of two sizes, so that what compares rows with their mean sees other rows in a micro-batch than in a mini-batch.
+    return (rolled * (1 - noise / 2) if row.abs().max() > 1e-3 else noise / 10) / (1 + 3 * (count // 2))
 
 
 def resized(value: Any, before: int, rows: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
-from torchgpipe.frames.numbers import rule_of, shares
+from torchgpipe.frames.numbers import rule_of, shares, verify_seen
 from torchgpipe.frames.outputs import OWN_LOSSES, Rule, join, own_loss, path_of_own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import Losses
@@ -50,7 +50,8 @@ class MicroBatchLoss(Losses):
             kept=lambda values: mapped(values, Tensor.detach),
             proof=proof,
         )
-        self._kinds, self._batch = settings.study.kinds[training], batch
+        self._settings, self._batch = settings, batch
+        self._kinds = settings.study.kinds[training]
         self._begin(target, batch.sizes)
         #: By the path of the model's own loss, where a step may meet that, the factor of each micro-batch.
         self._own: dict[str, list[float]] = {}
@@ -92,8 +93,9 @@ class MicroBatchLoss(Losses):
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
         if self._own and loss is own_loss(output):
-            self._pair = ()  # The sample has shown what it is.
-            return self._own[path_of_own_loss(output)][i]
+            self._pair, path = (), path_of_own_loss(output)  # The sample has shown what it is.
+            verify_seen(self._settings, self._batch, path)
+            return self._own[path][i]
         return super()._factor(i, output, loss)
 
     def result(self) -> Any:

@@ -26,7 +26,7 @@ from torchgpipe.frames.outputs import JoinScalar, Rule, are_equal
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import counted, numbers
 
-__all__ = ["gives_items", "joiner", "rule_of", "rules_to_try", "shares"]
+__all__ = ["gives_items", "joiner", "rule_of", "rules_to_try", "shares", "verify_seen"]
 
 
 def gives_items(batch: SplitBatch) -> bool:
@@ -54,6 +54,25 @@ def rule_of(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     return usual if not study.predicts_next else "sum" if gives_items(batch) else "shifted"
 
 
+def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
+    """Check that the sample has shown how a number is made.
+
+    Raises:
+        ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
+    """
+    new = [
+        name
+        for name, value in batch.named[0].items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
+        if name not in {*batch.splitter.given, "num_items_in_batch"}
+    ]
+    if new and len(batch.sizes) > 1 and len(rules_to_try(settings)) > 1:
+        raise ValueError(
+            f"how the output '{path}' of micro-batches is joined may depend on {new}, which the sample did not give; "
+            "give pipelined a sample with it, or reduce='sum', if micro-batches are to be added up"
+        )
+
+
 def shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
     """Return the factor of each micro-batch in a number of the mini-batch."""
     if rule == "sum":
@@ -67,8 +86,8 @@ def shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
         name, ignored = settings.study.labels
         weights = numbers(
             [
-                counted(part.get(name), ignored, size, shifts=rule == "shifted")
-                for part, size in zip(batch.named, batch.sizes)
+                counted(batch.splitter.tensors(part).get(name), ignored, size, shifts=rule == "shifted")
+                for part, size in zip(batch.parts, batch.sizes)
             ]
         )
     total = sum(weights) or 1.0
@@ -89,6 +108,7 @@ def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
                 f"the output '{path}' is a whole number that differs between micro-batches, and cannot be joined; use "
                 "model.step, whose loss_fn gets the output of each micro-batch"
             )
+        verify_seen(settings, batch, path)
         rule = rule_of(settings, batch, path)
         if rule not in known:
             known[rule] = shares(settings, batch, rule)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.cell import Export
+from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
@@ -28,7 +29,7 @@ from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import variations
 from torchgpipe.frames.visitors import unobserved
-from torchgpipe.model.comparison import Comparison, cotangent, difference_of
+from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import copy_of, each, mapped
@@ -55,25 +56,24 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     splitter, count = settings.study.splitter, min(2, settings.chunks)
     tried = [sample]
     if splitter.rows and count > 1:
-        rows = splitter.rows if splitter.rows >= 4 else 2 * splitter.rows
+        rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        try:
-            tried = variations(splitter, sample, settings.study.labels)
-        except ValueError:
-            if verifies:
-                raise
-            tried = [sample]
+        tried = variations(splitter, sample, settings.study.labels, must_differ=verifies)
     with_loss = target is not None and settings.loss_fn is not None
-    for arguments in tried:
+    for k, arguments in enumerate(tried):
+        settings.study.rules.clear()
         proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
         try:
             if verifies:
                 proof.run()
-            else:
-                proof.find_rules()
-            break
+                # Few labels count, so a rule may fit by chance.
+                for other in tried[k + 1 : len(tried) // 2]:
+                    proof.confirm_rules(splitter.micro_batches(other, count))
+                break
+            if proof.find_rules():
+                break
         except PlainFails as failure:
-            if arguments is tried[-1] and verifies:
+            if arguments is tried[-1]:
                 raise failure.error from failure.__cause__
     return proof
 
@@ -131,20 +131,19 @@ class FramesProof(Proof):
                 self._find_rules_of_items()
         return self.comparison
 
-    def find_rules(self) -> None:
+    def find_rules(self) -> bool:
         """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
 
-        Raises:
-            PlainFails: the plain model does not take the micro-batches.
+        Returns:
+            whether the model takes the mini-batch
         """
         if len(self._sizes) > 1:
-            with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module):
-                try:
-                    with in_mode(self._module, False):
-                        self._compare_numbers(self._batch)
-                except Exception as error:
-                    raise PlainFails(error) from error
+            with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module), suppress(Exception):
+                with in_mode(self._module, False):
+                    self._compare_numbers(self._batch)
                 self._find_rules_of_items()
+                return True
+        return False
 
     # ------------------------------------------------------------------------------------------------- the plain model
 
@@ -270,7 +269,7 @@ class FramesProof(Proof):
         if self._loss is not None:
             tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
-            to_try = rules_to_try(self._settings)
+            to_try = [rules[path]] if path in rules else rules_to_try(self._settings)
             if gives_items(self._batch):  # First what they are given for: in a few rows, a micro-batch may add nothing.
                 to_try.sort(key=lambda rule: rule != "sum")
             tried = [shares(self._settings, self._batch, rule) for rule in to_try]
@@ -310,25 +309,33 @@ class FramesProof(Proof):
     def _find_rules_of_items(self) -> None:
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
         study, forward = self._settings.study, self._model._torchgpipe_forward
-        if gives_items(self._batch) or not study.rules.get(False) or not _takes_items(forward):
+        given = gives_items(self._batch)
+        if not study.rules.get(given) or not _takes_items(forward):
             return
         # Two rows are enough, as this is about values only.
         arguments = study.splitter.resized(self._batch.arguments, 2)
-        arguments = arguments._replace(kwargs={**arguments.kwargs, "num_items_in_batch": 7})
+        arguments = arguments._replace(kwargs={**arguments.kwargs, "num_items_in_batch": None if given else 7})
         with torch.no_grad(), in_mode(self._module, False):
             try:
                 self._compare_numbers(study.splitter.micro_batches(arguments, 2))
             except (TypeError, RuntimeError):
                 return  # It does not take this argument.
 
-    def _compare_numbers(self, batch: SplitBatch) -> None:
-        """Find the rules of a mini-batch by the values of numbers alone."""
+    def confirm_rules(self, batch: SplitBatch) -> None:
+        """Compare the values of numbers of another mini-batch by the rules that are known."""
+        if self._settings.study.rules and self.comparison.is_equal:
+            with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
+                self.comparison.rows += self._compare_numbers(batch)
+
+    def _compare_numbers(self, batch: SplitBatch) -> list[Compared]:
+        """Compare the values of the numbers of a mini-batch alone, and find their rules if these are not known."""
         before, sizes, comparison = self._batch, self._sizes, self.comparison
         self._batch, self._sizes, self.comparison = batch, batch.sizes, Comparison(self._settings.study.epsilon)
         try:
             parts = [self._with_numbers(i)[1] for i in range(len(self._sizes))]
             for path, number in self._with_numbers(None)[1].items():
                 self.compare_number(path, number, [part[path] for part in parts if path in part])
+            return self.comparison.rows
         finally:
             self._batch, self._sizes, self.comparison = before, sizes, comparison
 
@@ -381,6 +388,8 @@ class FramesProof(Proof):
                     self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
                 ).run_forward_half()
         except Exception as error:
+            if isinstance(error, WaitsForever):
+                raise
             if not (_is_ours(error) or is_of_compiler(error)):
                 raise self._fails(error) from error
             self.skip(f"evaluation, which the pipeline refuses ({error})")

@@ -114,7 +114,7 @@ def _run(module: nn.Module, sample: Arguments) -> Any:
 
 def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
     sample = sample.mapped(Tensor.clone)
-    return trace(module, lambda: module.forward(*sample.args, **sample.kwargs), splitter.names(sample))
+    return trace(module, lambda: module.forward(*sample.args, **sample.kwargs), splitter.tensors(sample))
 
 
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:

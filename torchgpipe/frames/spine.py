@@ -122,7 +122,7 @@ class _Uses(TorchFunctionMode):
         self._integers = {
             name: (_address(value), value)
             for name, value in arguments.items()
-            if isinstance(value, Tensor) and value.dim() and not value.is_floating_point() and value.dtype != torch.bool
+            if value.dim() and not value.is_floating_point() and value.dtype != torch.bool
         }
         self._embedded: set[str] = set()
         self.dtypes = {parameter.dtype for parameter in parameters.values()}
@@ -176,13 +176,15 @@ class _Uses(TorchFunctionMode):
         """Note the argument that a cross entropy has got for its labels, perhaps without the first of each row."""
         if not isinstance(target, Tensor) or target.is_floating_point() or self.labels is not None:
             return
-        for name, (_, argument) in self._integers.items():
+        # What is embedded comes last, as samples often give the same words as labels.
+        for name, (_, argument) in sorted(self._integers.items(), key=lambda item: item[0] in self._embedded):
             if target.is_meta or argument.is_meta:
                 is_it = argument.numel() == target.numel() and _address(argument) == _address(target)
+                is_it &= name not in self._embedded  # Without addresses, all are.
             else:
                 next_ones = argument[..., 1:], functional.pad(argument, (0, 1), value=ignored)[..., 1:]
                 is_it = any([_has_elements(target, labels) for labels in (argument, *next_ones)])
-            if is_it and name not in self._embedded:
+            if is_it:
                 self.labels = name, ignored
                 return
 
@@ -208,13 +210,13 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Any]) -> Trace:
+def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Tensor]) -> Trace:
     """Run a module, and return what it calls in which order.
 
     Args:
         module: the module
         run: calls the module's forward
-        arguments: its arguments, by name
+        arguments: the tensors among its arguments, by path
 
     Raises:
         RuntimeError: the forward changes a parameter in place; it has not been changed.

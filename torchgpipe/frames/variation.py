@@ -1,15 +1,20 @@
 """Varying the sample for a proof: rows of equal content hide whatever couples rows, and even labels what weighs them.
 
 What people give for a sample is often ``torch.ones(4, 8)``, or one row. So a row that occurred before is varied: floats
-by noise, integers by those of other places, or others up to the largest. Some tensors have equal rows by nature, such
+by noise, integers by drawing from those of the row, or up to the largest. Some tensors have equal rows by nature, such
 as the ids of positions; and there is no telling whether a tensor of zeros and ones says which positions count. These
-stay, unless nothing else can be varied. Masks stay as they are.
+stay, unless nothing else can be varied. A mask leaves out places of the last row, as those of batches do.
 
 Labels that a loss leaves out are put in unevenly, where a row has several, so that the means over rows, over labels,
 and over the labels that models compare with (all but the first of each row) differ:
 
-    row of micro-batch 0    the labels in places 0 and 1; then only the label in place 0
+    row of micro-batch 0    the labels in places 0 and 1 (and 2, if it is the only row); then only the label in place 0
     row of micro-batch 1    the label in place 1; then only the label in place 2
+
+One label is 0, and in another variation all that are left out: a model may leave out its padding by itself.
+
+A model may not take all of this: lengths are no lengths any more, or rows lose their first word. So milder variations
+follow, in which rows are rolled, and single integers stay.
 """
 
 from __future__ import annotations
@@ -24,35 +29,43 @@ from torchgpipe.frames.inputs import Arguments, Splitter, varied
 __all__ = ["variations"]
 
 
-def variations(splitter: Splitter, sample: Arguments, labels: tuple[str, int]) -> list[Arguments]:
+def variations(
+    splitter: Splitter, sample: Arguments, labels: tuple[str, int], *, must_differ: bool = True
+) -> list[Arguments]:
     """Return variations of a sample, those that show most first: a model may not take all of them.
 
     Args:
         splitter: tells what is split
         sample: the arguments, of as many rows as the proof needs
         labels: the argument whose labels a loss of the model counts, and the label that it leaves out
+        must_differ: whether rows must differ
 
     Raises:
         ValueError: the rows are equal, and cannot be varied.
     """
-    sample = _with_different_rows(splitter, sample)
-    if labels[0] not in splitter.names(sample):
-        return [sample]
-    return [splitter.changed(sample, partial(_unevenly, *labels)), sample]
+    name, ignored = labels
+    result = []
+    for mildly in (False, True):
+        varied = _with_different_rows(splitter, sample, mildly, must_differ)
+        uneven = [splitter.changed(varied, partial(_unevenly, name, one)) for one in dict.fromkeys((ignored, 0))]
+        result += [*uneven, varied] if name in splitter.tensors(sample) else [varied]
+    return result
 
 
-def _with_different_rows(splitter: Splitter, sample: Arguments) -> Arguments:
+def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, must_differ: bool) -> Arguments:
     differ: dict[str, bool] = {}
 
     def change(path: str, tensor: Tensor, readily: bool) -> Tensor:
-        new = _varied(tensor) if _may_vary(path, tensor, splitter.rows, readily=readily) else tensor
+        new = _varied(tensor, mildly) if _may_vary(path, tensor, splitter.rows, readily=readily) else tensor
         differ[path] = tensor.is_meta or bool((new != new[:1]).any())
-        return new
+        return _padded(new) if "mask" in path and not mildly else new
 
     for readily in (True, False):
         result = splitter.changed(sample, partial(change, readily=readily))
         if not differ or any(differ.values()):
             return result
+    if not must_differ:
+        return result
     raise ValueError(
         f"all rows of the sample are equal in {[*differ]}, and cannot be varied, so they do not show whether the model "
         "couples rows; give a sample whose rows differ (verify=False skips the comparison, and results may be wrong)"
@@ -72,21 +85,49 @@ def _may_vary(path: str, tensor: Tensor, rows: int, *, readily: bool) -> bool:
         return False
     if not readily:
         return True
-    is_mask = not tensor.is_floating_point() and bool((tensor == tensor.bool()).all())
+    if not tensor.is_floating_point() and tensor.dim() > 1 and bool((tensor == tensor.bool()).all()):
+        return False
     is_constant = bool((tensor == tensor.reshape(-1)[0]).all())
-    # Of a single row, nobody can tell.
-    return not is_mask and (rows == 1 or is_constant or bool((tensor != tensor[:1]).any()))
+    # Of a single row, nobody can tell. Positions are whole numbers.
+    return rows == 1 or is_constant or bool((tensor != tensor[:1]).any()) or bool((tensor != tensor.round()).any())
 
 
-def _varied(tensor: Tensor) -> Tensor:
+def _varied(tensor: Tensor, mildly: bool) -> Tensor:
     """Return a tensor whose rows differ: each that occurred before is varied by how often it did."""
     rows = list(tensor.detach())
     counts = [sum([torch.equal(row, other) for other in rows[:k]]) for k, row in enumerate(rows)]
     if not any(counts):
         return tensor
-    largest = 0 if tensor.is_floating_point() or tensor.is_complex() else int(tensor.max())
-    new = torch.stack([varied(row, count, largest) for row, count in zip(rows, counts)])
+    if tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor if mildly else _uneven_classes(tensor.detach())
+    largest = 0 if tensor.is_floating_point() or tensor.is_complex() else max(1, int(tensor.max()))
+    new = torch.stack([varied(row, count, largest, mildly=mildly) for row, count in zip(rows, counts)])
     return new.requires_grad_(tensor.requires_grad)
+
+
+def _uneven_classes(numbers: Tensor) -> Tensor:
+    """Return integers, such as classes or lengths, the largest of which only the first micro-batch has."""
+    values = sorted({*numbers.tolist()})
+    if len(values) > 2:
+        return numbers
+    largest = max(values[-1], 1)
+    # A length of 0 is none.
+    other = values[0] if len(values) > 1 else largest - 1
+    result = torch.full_like(numbers, other)
+    result[1] = largest
+    return result
+
+
+def _padded(mask: Tensor) -> Tensor:
+    """Return a mask that leaves out the end of the last row, if that is like another one."""
+    if mask.is_meta or mask.dim() != 2 or not (mask == mask.bool()).all():
+        return mask
+    half = (mask.shape[1] + 1) // 2
+    if not mask[-1, :half].any() or not (mask[:-1] == mask[-1]).all(1).any():
+        return mask
+    mask = mask.detach().clone()
+    mask[-1, half:] = 0
+    return mask
 
 
 def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
@@ -94,12 +135,16 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
     if path != name or tensor.is_meta or tensor.dim() < 2:
         return tensor
     half = (len(tensor) + 1) // 2
-    labels = tensor.reshape(len(tensor), -1)
+    labels, few = tensor.reshape(len(tensor), -1).clone(), [0]
     counts = torch.zeros_like(labels, dtype=torch.bool)
     for k, row in enumerate(labels):
-        first, later = [0] if row[0] != ignored else [], (row[1:] != ignored).nonzero().flatten().tolist()
+        later = (row[1:] != ignored).nonzero().flatten().tolist()
         if len(later) < 2:  # The sample has too few labels that count.
             return tensor
-        kept = [*first, 1 + later[0]] if k == 0 else first if k < half else []
-        counts[k, kept or [1 + later[k > half]]] = True
+        row[0] = row[1 + later[0]] if row[0] == ignored else row[0]
+        if k == 0:
+            few = [0, 1 + later[0], 1 + later[1]][: 2 + (half == 1)]
+        counts[k, few if k == 0 else [0] if k < half else [1 + later[k > half]]] = True
+    if ignored:
+        labels[0, few[1]] = 0
     return torch.where(counts, labels, ignored).reshape(tensor.shape)

@@ -79,9 +79,10 @@ class LossProof:
         rounding = [torch.finfo(tensor.dtype).eps for tensor in floating]
         largest = max(abs(together), abs(first), abs(second))
         near = math.sqrt(max(rounding)) * largest
-        if not 4 * rounding[0] < largest < math.inf:
+        counts_none = math.isnan(mean) and math.isfinite(together)  # Such as a mean over labels, all of them padding.
+        if not counts_none and not 4 * rounding[0] < largest < math.inf:
             return  # Zero but for rounding, or not finite: the next step may show more.
-        if not why and abs(together - mean) > near:
+        if not why and (counts_none or abs(together - mean) > near):
             if not draws:
                 is_sum = abs(together - first - second) <= near
                 raise ValueError(

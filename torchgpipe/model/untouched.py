@@ -7,12 +7,12 @@ itself in its first run.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
         for child in module.modules()
         if not any([parameter is not None and is_lazy(parameter) for parameter in child._parameters.values()])
     ]
-    restore += [_restoring_state(vars(parameter)) for parameter in module.parameters() if vars(parameter)]
+    restore += [_restoring_parameter(parameter) for parameter in module.parameters()]
     owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
     of_python = python_random_states()
     with restored_generators({*owned, *devices}, list(module.modules())):
@@ -196,17 +196,30 @@ def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:
     return put_back
 
 
+def _restoring_parameter(parameter: nn.Parameter) -> Callable[[], None]:
+    put_back_state, requires_grad = _restoring_state(vars(parameter)), parameter.requires_grad
+
+    def put_back() -> None:
+        put_back_state()
+        parameter.requires_grad = requires_grad
+
+    return put_back
+
+
 def _is_state(name: str) -> bool:
     return name not in _OF_EVERY_MODULE and not name.startswith("_torchgpipe")
 
 
 def _items(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
-    """Yield lists, dicts, sets, queues, NumPy's arrays and plain objects, each with a copy of what it holds."""
+    """Yield containers, generators of numbers, arrays and plain objects, each with a copy of what it holds."""
     copied: Any
-    if type(value) in (list, dict, set, defaultdict, deque):
-        copied = copy(value)
-    elif type(value) is _numpy_array() and value.flags.writeable:
-        yield value, value.copy()
+    if type(value) in (list, dict, set, deque, Counter, OrderedDict, defaultdict):
+        copied = copy.copy(value)
+    elif type(value) is random.Random:
+        yield value, value.getstate()
+        return
+    elif _is_of_numpy(value):
+        yield value, copy.deepcopy(value)
         return
     elif type(value).__module__ not in ("builtins", "torch") and type(getattr(value, "__dict__", None)) is dict:
         if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
@@ -221,9 +234,12 @@ def _items(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
             yield from _items(item, depth - 1)
 
 
-def _numpy_array() -> Any:
-    """Return the class of NumPy's arrays; None if NumPy is not imported."""
-    return getattr(sys.modules.get("numpy"), "ndarray", None)
+def _is_of_numpy(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    generators = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
+    return type(value) is numpy.ndarray or isinstance(value, generators)
 
 
 def _refill(value: Any, copied: Any) -> None:
@@ -239,5 +255,13 @@ def _refill(value: Any, copied: Any) -> None:
         if value != copied:
             value.clear()
             value.update(copied)
-    else:
+    elif isinstance(value, random.Random):
+        value.setstate(copied)
+    elif hasattr(value, "set_state"):
+        value.set_state(copied.get_state())
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = copied.bit_generator.state
+    elif hasattr(value, "state"):
+        value.state = copied.state
+    elif value.flags.writeable and value.shape == copied.shape:
         value[...] = copied
