@@ -500,16 +500,20 @@ def programs(draw: st.DrawFn, *, late: bool = False) -> Program:
         late: whether it runs on the accelerator of the tests, whose tensors NumPy cannot see
     """
     numbers = st.integers(0, 11)
-    compiles = settings.get_current_profile_name() == "campaign" and draw(st.integers(0, 49)) == 49
     keeping = st.sampled_from([kind for kind in KEEPING if not (late and "NumPy" in kind)])
     names = ["plain", "plain", "plain", "norm", "in place", "hooked", "frozen", "auxiliary", "keeps"]
-    kinds = st.sampled_from([*names, *[*COMPILED] * compiles])
-    kinds = kinds.flatmap(lambda kind: keeping if kind == "keeps" else st.just(kind))
+    kinds = st.sampled_from(names).flatmap(lambda kind: keeping if kind == "keeps" else st.just(kind))
     parts = draw(st.lists(st.tuples(kinds, st.integers(0, len(PACKS) - 1)), min_size=2, max_size=5))
     has_losses = any([kind == "auxiliary" for kind, _ in parts])
-    unused = {*([] if compiles else COMPILED), *([] if has_losses else OF_AUXILIARY)}
+    unused = {*COMPILED, *([] if has_losses else OF_AUXILIARY)}
     used = st.sampled_from([name for name in DOUBTFUL if name not in unused])
     doubtful = draw(st.lists(st.tuples(used, numbers), max_size=3))
+    if settings.get_current_profile_name() == "campaign" and draw(st.integers(0, 49)) == 49:
+        name = draw(st.sampled_from([*COMPILED]))
+        if draw(st.booleans()):
+            parts[draw(st.integers(0, len(parts) - 1))] = name, 0
+        else:
+            doubtful.append((name, 0))
     if has_losses and draw(st.booleans()):
         doubtful.append((draw(st.sampled_from(OF_AUXILIARY)), 0))
     # What rows do to each other may be no more than autocast rounds, which the proof lets pass.

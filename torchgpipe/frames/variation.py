@@ -10,6 +10,8 @@ and over the labels that models compare with (all but the first of each row) dif
 
     row of micro-batch 0    the labels in places 0 and 1; then only the label in place 0
     row of micro-batch 1    the label in place 1; then only the label in place 2
+
+Labels of one class, as of ``torch.zeros``, hide that classes have weights: micro-batch 1 gets those of another class.
 """
 
 from __future__ import annotations
@@ -91,9 +93,12 @@ def _varied(tensor: Tensor) -> Tensor:
 
 def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
     """Return labels of which few count, in places that tell the rules of means apart."""
-    if path != name or tensor.is_meta or tensor.dim() < 2:
+    if path != name or tensor.is_meta:
         return tensor
     half = (len(tensor) + 1) // 2
+    tensor = _of_two_classes(tensor, ignored, half)
+    if tensor.dim() < 2:
+        return tensor
     labels = tensor.reshape(len(tensor), -1)
     counts = torch.zeros_like(labels, dtype=torch.bool)
     for k, row in enumerate(labels):
@@ -103,3 +108,13 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
         kept = [*first, 1 + later[0]] if k == 0 else first if k < half else []
         counts[k, kept or [1 + later[k > half]]] = True
     return torch.where(counts, labels, ignored).reshape(tensor.shape)
+
+
+def _of_two_classes(labels: Tensor, ignored: int, half: int) -> Tensor:
+    """Return labels that are of another class in the rows from ``half`` on, if all are of one class."""
+    classes = labels[labels != ignored].unique()
+    if len(classes) != 1 or labels.is_floating_point():
+        return labels
+    other = labels.clone()
+    other[half:] = int(classes) - 1 if classes else 1
+    return torch.where(labels == ignored, labels, other)
