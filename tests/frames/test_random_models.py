@@ -23,7 +23,6 @@ from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.proof.proof import Proof
 
 CHUNKS = 3
-LOG = open("/tmp/programs.log", "a")  # XXX
 
 #: Where partitions run: in the caller's thread, in workers that share a memory, or on devices with a memory each.
 WHERE = {
@@ -70,7 +69,14 @@ def refusing() -> Iterator[None]:
         raise Refused(str(error)) from error
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of a reentrant checkpoint
+#: Warnings of a reentrant checkpoint, and of the compiler.
+_quietly = pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
+
+
+@_quietly
 @pytest.mark.parametrize("where", ["inline", "workers"])
 @given(program=programs(), data=st.data())
 def test_any_program(where: str, program: Program, data: st.DataObject) -> None:
@@ -78,7 +84,7 @@ def test_any_program(where: str, program: Program, data: st.DataObject) -> None:
 
 
 @pytest.mark.late
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@_quietly
 @settings(max_examples=settings.default.max_examples // 5)
 @given(program=programs(late=True), data=st.data())
 def test_any_program_on_accelerators(program: Program, data: st.DataObject) -> None:
@@ -91,6 +97,9 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
     frozen, hooked = data.draw(numbers, label="frozen"), data.draw(numbers, label="hooked")
     for k, parameter in enumerate(program.parameters()):
         parameter.requires_grad_(k not in frozen)
+    used = {name for name, _ in program.moves} | {part.kind for part in program.parts}
+    if used & {*COMPILED}:
+        torch.compiler.reset()
     plain = copy.deepcopy(program)
     heard, told = listen(program, hooked), listen(plain, hooked)
     dtype = program.square.dtype
@@ -119,8 +128,7 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
     except (RuntimeError, ValueError):
         event("the plain model fails")
         return
-    doubtful = {name for name, _ in program.moves} & {*DOUBTFUL}
-    doubtful |= {part.kind for part in program.parts} & {*KEEPING, *COMPILED, "auxiliary"}
+    doubtful = used & {*DOUBTFUL, *KEEPING, *COMPILED, "auxiliary"}
     doubtful |= {program.loss_name} - {"mean", "labels"}
     # A lock that waits for ever makes the proof wait as long as it has patience.
     patience = patch.object(Proof, "patience", 0.25) if "locked" in doubtful else nullcontext()
@@ -133,11 +141,9 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
             results = [run(program, program, one, program.step) for one in arguments]
     except Refused as error:
         event("refused")
-        LOG.write(f"refused|{sorted(doubtful)}|{sample}|{n}|{str(error)[:150]!r}|{program}\n")
         assert doubtful or str(error).startswith(HARMLESS), error
         return
     event("right")
-    LOG.write(f"right|{sorted(doubtful)}|{sample}|{n}||{program}\n")
     # In which order the parameters get their gradients, nobody promises.
     heard, told = (sorted(each, key=lambda pair: pair[0]) for each in (heard, told))
     assert [name for name, _ in heard] == [name for name, _ in told]

@@ -112,7 +112,7 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
 
 def _of_two_classes(labels: Tensor, ignored: int, half: int) -> Tensor:
     """Return labels that are of another class in the rows from ``half`` on, if all are of one class."""
-    classes = labels[labels != ignored].unique()
+    classes = torch.unique(labels[labels != ignored])
     if len(classes) != 1 or labels.is_floating_point():
         return labels
     other = labels.clone()
