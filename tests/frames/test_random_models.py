@@ -189,9 +189,9 @@ def sample_of(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> 
     """Return a sample for the arguments of a mini-batch, in which no label is to be ignored."""
 
     def changed(tensor: Tensor) -> Tensor:
-        return (
-            tensor if tensor.dtype is torch.bool else change(tensor if tensor.is_floating_point() else tensor.abs() % 4)
-        )
+        if tensor.dtype is torch.bool:
+            return tensor
+        return change(tensor if tensor.is_floating_point() else tensor.abs() % 4)
 
     sample: dict[str, Any] = mapped(changed, rows_of(arguments, slice(2)))
     return sample
