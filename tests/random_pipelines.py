@@ -8,7 +8,7 @@ plain model runs micro-batch by micro-batch, in float64.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -111,6 +111,19 @@ def in_order(actions: Program) -> list[Action]:
 
 # How a model is run
 
+CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+
+#: Losses of PyTorch over four classes, with which a step knows what micro-batches weigh, and that weight, given the
+#: labels; None for a sum. Classes that are ignored make the weights differ.
+CLASS_LOSSES: dict[str, tuple[nn.Module, Callable[[Tensor], float] | None]] = {
+    "mean": (nn.CrossEntropyLoss(ignore_index=1), lambda labels: float((labels != 1).sum())),
+    "sum": (nn.CrossEntropyLoss(ignore_index=1, reduction="sum"), None),
+    "class weights": (
+        nn.CrossEntropyLoss(CLASS_WEIGHTS, ignore_index=1),
+        lambda labels: float(CLASS_WEIGHTS[labels[labels != 1]].sum()),
+    ),
+}
+
 
 @dataclass
 class Case:
@@ -133,6 +146,7 @@ class Case:
         hooks: the numbers of parameters with hooks
         present: the numbers of parameters that have gradients before the first mini-batch
         weighted: whether micro-batches have weights of their own
+        class_loss: the name of the loss of a step, if it is one of `CLASS_LOSSES`
         within: what the caller has entered around forward, or around a step
         one_by_one: whether micro-batches of the plain model enter it one by one
     """
@@ -153,17 +167,21 @@ class Case:
     hooks: set[int]
     present: set[int]
     weighted: bool
+    class_loss: str | None
     within: Context = nullcontext
     one_by_one: bool = False
 
     def pipeline(self) -> GPipe:
         options: dict[str, Any] = {}
+        devices = [WORLDS[self.world](place) for place in self.placing.places]
         if self.executor == "step":
             options["schedule"] = self.placing.schedule or (lambda m, places: self.placing.make(m))
-            options["loss_fn"] = lambda output, target: self.loss(output)
-            # The loss is any function: the mean of what it gives for micro-batches, by the user's word.
-            options |= {"weight": self.weight} if self.weighted else {"reduce": "mean"}
-        devices = [WORLDS[self.world](place) for place in self.placing.places]
+            if self.class_loss is not None:
+                options["loss_fn"] = copy.deepcopy(CLASS_LOSSES[self.class_loss][0]).to(devices[-1])
+            else:
+                options["loss_fn"] = lambda output, target: self.loss(output)
+                # The loss is any function: the mean of what it gives for micro-batches, by the user's word.
+                options |= {"weight": self.weight} if self.weighted else {"reduce": "mean"}
         options |= {"devices": devices, "chunks": self.chunks, "checkpoint": self.checkpoint}
         return self.set_mode(GPipe(copy.deepcopy(self.module), self.balance, **options))
 
@@ -181,6 +199,23 @@ class Case:
 
     def weight(self, target: Tensor) -> float:
         return 1.0 + float(target[0]) % 3
+
+    def target(self, value: Any) -> Tensor:
+        rows = torch.arange(len(next(tensors(value))), dtype=torch.float64)
+        return rows if self.class_loss is None else (rows.long() * 5 + 3) % 4
+
+    def share(self, output: Any, target: Tensor, targets: Sequence[Tensor]) -> Tensor:
+        """Return the share of a micro-batch in the loss of a step, given the targets of all."""
+        if self.class_loss is None:
+            loss, weigh = self.loss(output), self.weight if self.weighted else lambda target: float(len(target))
+        else:
+            loss_fn, weigh = CLASS_LOSSES[self.class_loss]
+            loss = loss_fn(output, target)
+        if weigh is None:
+            return loss.reshape(1)
+        weight = weigh(target)
+        # The mean over no labels is nan.
+        return (loss if weight else output[:0].sum()).reshape(1) * (weight / sum(map(weigh, targets)))
 
     def undisturbed(self) -> Case:
         """Return the case without checkpointing; a step is on one device, with the same order of actions."""
@@ -258,7 +293,7 @@ class Case:
 
     def _step(self, model: GPipe, value: Any) -> Any:
         with self.within():
-            return model.step(value, _target(value))
+            return model.step(value, self.target(value))
 
     def _step_plainly(
         self, module: nn.Sequential, receiving: nn.Module, within: Context, each: Context, value: Any
@@ -271,7 +306,7 @@ class Case:
         partitions = [module[start:end] for start, end in pairwise(ends)]
         with within():
             parts = pieces(value, self.chunks)
-            targets = _target(value).chunk(self.chunks)
+            targets = self.target(value).chunk(self.chunks)
             actions = in_order(self.placing.make(len(parts)))
             order = [(a.i, a.j) for a in actions if a.kind == "F"]
             outputs = list(parts)
@@ -280,9 +315,8 @@ class Case:
             for i, j in sorted(order) if self.placing.schedule else order:
                 with each():
                     outputs[i] = partitions[j](outputs[i])
-            weights = [self.weight(target) if self.weighted else float(len(target)) for target in targets]
             with each():
-                shares = [self.loss(output).reshape(1) * (w / sum(weights)) for output, w in zip(outputs, weights)]
+                shares = [self.share(output, target, targets) for output, target in zip(outputs, targets)]
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         found = []
         for part, share in zip(parts, shares):
@@ -303,10 +337,6 @@ class Case:
             if summands:
                 torch.autograd.backward([receiver], [sum(summands[1:], summands[0])])
         return reduce(torch.add, [share.detach().squeeze() for share in shares])
-
-
-def _target(value: Any) -> Tensor:
-    return torch.arange(len(next(tensors(value))), dtype=torch.float64)
 
 
 def _differentiate(share: Tensor, wanted: list[Tensor]) -> list[Tensor | None]:
@@ -343,10 +373,10 @@ def cases(
     steps = executor == "step"
     world = "late" if late else draw(st.sampled_from(["inline", "workers", "separate memory"]))
     if layers == "skips":
-        names, parts, kind, least = [], draw(_skipping()), "vector", 1
+        names, parts, kind, gives, least = [], draw(_skipping()), "vector", "vector", 1
     else:
         recipes = draw(_recipes(steps, late, exact, random, dtype))
-        names, kind = [recipe.name for recipe in recipes], recipes[0].takes
+        names, kind, gives = [recipe.name for recipe in recipes], recipes[0].takes, recipes[-1].gives
         parts = [recipe.make() for recipe in recipes]
         least = int(steps or any(name.startswith(("batch norm", "instance norm")) for name in names))
     shared = exact and _share_weights(draw, parts)
@@ -368,6 +398,7 @@ def cases(
         # As many micro-batches as a power of two, of one size, so that their shares in the loss do not round either.
         rows = [count - count % chunks if count > chunks else 1 for count in rows]
     numbers = st.just(set()) | st.sets(st.integers(0, 12), max_size=4)
+    has_classes = steps and gives == "vector" and dtype == torch.float64 and not (exact or random)
     return Case(
         executor=executor,
         world=world,
@@ -385,6 +416,7 @@ def cases(
         hooks=draw(numbers),
         present=draw(numbers) if exact or steps else set(),
         weighted=steps and not exact and draw(st.booleans()),
+        class_loss=draw(st.sampled_from([None, *CLASS_LOSSES])) if has_classes else None,
     )
 
 

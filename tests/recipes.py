@@ -62,7 +62,8 @@ def _replaced(layer: Keeps) -> None:
 
 
 def _changed_by_numpy(layer: Keeps) -> None:
-    values = layer.kept.numpy()
+    kept = layer.kept.view(torch.int16) if layer.kept.dtype == torch.bfloat16 else layer.kept  # which NumPy lacks
+    values = kept.numpy()
     values += 1
 
 

@@ -3,21 +3,29 @@
 A move is a function of a run of forward and of a number. Most moves are harmless: a pipelined model takes them, and
 gives what the plain model gives. Those after the line `DOUBTFUL` couple rows, keep state on the model, or hide an
 operation from the pipeline; where a pipeline cannot be right about them, it must refuse the model.
+
+The modules that moves call may keep something, and the model's loss is one of `LOSSES`.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["DOUBTFUL", "MOVES", "Program", "Run", "move", "programs"]
+from tests.recipes import WAYS, Keeps
+
+__all__ = ["COMPILED", "DOUBTFUL", "KEEPING", "LOSSES", "MOVES", "Loss", "Program", "Run", "move", "programs"]
 
 WIDTH = 4
 
@@ -63,15 +71,70 @@ def unpacked(value: Any) -> tuple[Tensor, Tensor]:
     return (value.x, value.other) if hasattr(value, "other") else tuple(value)
 
 
+class Loss(NamedTuple):
+    """A loss.
+
+    Attributes:
+        of: its value for the last tensor, a matrix of parameters and labels
+        weight: the weight of a micro-batch in the mean, given its labels, or its rows alone; None for a sum
+        takes_labels: whether it has labels
+    """
+
+    of: Callable[[Tensor, Tensor, Any], Tensor]
+    weight: Callable[[Tensor], float] | None
+    takes_labels: bool = True
+
+
+def _entropy(x: Tensor, square: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return cross_entropy((x[:, :, None] * square)[:, : labels.shape[1]].flatten(0, 1), labels.flatten(), **options)
+
+
+def _counted(labels: Tensor) -> float:
+    return float((labels != -100).sum())
+
+
+def _of_classes(labels: Tensor) -> float:
+    return float(CLASS_WEIGHTS[labels[labels != -100]].sum())
+
+
+CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+
+#: The kinds of parts that compute with something that they keep.
+KEEPING = {f"keeps, {way}": functools.partial(Keeps, way) for way in WAYS}
+
+#: The losses of a model by what they are.
+LOSSES = {
+    "mean": Loss(lambda x, square, labels: x.square().mean(), lambda rows: float(len(rows)), False),
+    "sum": Loss(lambda x, square, labels: x.square().sum(), None, False),
+    "labels": Loss(_entropy, _counted),
+    "next labels": Loss(lambda x, square, labels: _entropy(x, square, labels[:, 1:]), lambda y: _counted(y[:, 1:])),
+    "next labels, padded": Loss(
+        lambda x, square, labels: _entropy(x, square, pad(labels, (0, 1), value=-100)[:, 1:]),
+        lambda labels: _counted(labels[:, 1:]),
+    ),
+    "sum of labels": Loss(functools.partial(_entropy, reduction="sum"), None),
+    "class weights": Loss(
+        lambda x, square, labels: _entropy(x, square, labels, weight=CLASS_WEIGHTS.to(x)), _of_classes
+    ),
+}
+
+
 class Part(nn.Module):
-    """A module of the spine: takes anything that `PACKS` makes, and returns another."""
+    """A module of the spine: takes anything that `PACKS` makes, and returns another.
+
+    Args:
+        kind: what it does; one of `KEEPING` for a part that computes with something that it keeps
+        pack: the number of what it returns
+    """
 
     def __init__(self, kind: str, pack: int) -> None:
         super().__init__()
         self.kind, self.pack = kind, PACKS[pack]
         self.a = nn.Linear(WIDTH, WIDTH)
         self.b = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.norm = nn.BatchNorm1d(WIDTH) if kind == "norm" else nn.LayerNorm(WIDTH)
+        norm = KEEPING.get(kind, nn.BatchNorm1d if kind == "norm" else nn.LayerNorm)
+        self.norm = norm(WIDTH)
+        self.auxiliary: Tensor | None = None
         if kind == "hooked":
             self.register_forward_pre_hook(_halve)
 
@@ -84,10 +147,29 @@ class Part(nn.Module):
         if self.kind == "in place":
             y = y * 2
             y[:, :1].add_(x[:, 1:2])
+        if self.kind == "auxiliary" and self.training:
+            self.auxiliary = y.square().mean()
+        if self.kind in COMPILED:
+            y = COMPILED[self.kind](y, x)
         if isinstance(value, dict) and "memory" in value:
             y = y + sum(value["memory"])
             value["memory"].append(y * 0.5)
         return self.pack(y, y.mean(1, keepdim=True) * x)
+
+
+def _gated(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.sigmoid(y) + y
+
+
+@functools.cache  # The compiler is not imported before somebody wants it.
+def _compiled(as_a_whole: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_gated, backend="eager", fullgraph=as_a_whole)
+
+
+COMPILED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "compiled": lambda x, y: _compiled(False)(x, y),
+    "compiled as a whole": lambda x, y: _compiled(True)(x, y),
+}
 
 
 def _halve(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -102,13 +184,19 @@ class Program(nn.Module):
         moves: the names of moves, each with a number
         parts: the kinds of the modules, each with what it returns
         tied: whether the last module shares a weight with the first
+        loss: the name of the loss
+
+    Attributes:
+        told: takes the loss and what modules add to it, in each run; None to tell nobody
     """
 
-    def __init__(self, moves: list[tuple[str, int]], parts: list[tuple[str, int]], tied: bool) -> None:
+    def __init__(
+        self, moves: list[tuple[str, int]], parts: list[tuple[str, int]], tied: bool, loss: str = "mean"
+    ) -> None:
         super().__init__()
-        self.moves = moves
-        #: Whether the loss is a sum over rows, and not a mean.
-        self.sums = any([name == "sum" for name, _ in moves])
+        self.moves, self.loss_name = moves, loss
+        self.told: list[tuple[Tensor, Tensor | None]] | None = None
+        self.lock = Lock()
         self.parts = nn.ModuleList([Part(kind, pack) for kind, pack in parts])
         self.loose = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(2)])
         self.square = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -122,20 +210,38 @@ class Program(nn.Module):
         self.calls = 0
 
     def __repr__(self) -> str:  # what hypothesis prints
-        return f"Program({self.moves}, {[(part.kind, PACKS.index(part.pack)) for part in self.parts]})"  # type: ignore
+        parts = [(part.kind, PACKS.index(part.pack)) for part in self.parts]  # type: ignore[union-attr, arg-type]
+        return f"Program({self.moves}, {parts}, loss={self.loss_name!r})"
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, extra: Any = None) -> Any:
-        run = Run(self, x, mask, extra)
+    def forward(self, x: Tensor, mask: Tensor | None = None, extra: Any = None, **labels: Tensor) -> Any:
+        run = Run(self, x, mask, extra, *labels.values())
         for name, k in self.moves:
             MOVES[name](run, k)
-        return {"out": run.x, "aside": run.aside, "loss": run.loss()}
+        loss = run.loss()
+        if self.told is not None:
+            self.told.append((loss, run.added))
+        return {"out": run.x, "aside": run.aside, "loss": loss if run.added is None else loss + run.added}
+
+
+class Lock:
+    """A lock that can be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> Lock:
+        return Lock()
 
 
 class Run:
     """A run of forward: the tensors so far."""
 
-    def __init__(self, model: Program, x: Tensor, mask: Tensor | None, extra: Any) -> None:
-        self.model, self.mask, self.extra = model, mask, extra
+    def __init__(
+        self, model: Program, x: Tensor, mask: Tensor | None, extra: Any, labels: Tensor | None = None
+    ) -> None:
+        self.model, self.mask, self.extra, self.labels = model, mask, extra, labels
+        #: What modules add to the loss.
+        self.added: Tensor | None = None
         self.seen = [x]
         self.aside: list[Tensor] = []
         self.memory: list[Tensor] = []
@@ -162,7 +268,7 @@ class Run:
         return sum(unpacked(called[k % len(called)](x)), x) if called else None
 
     def loss(self) -> Tensor:
-        return self.x.square().sum() if self.model.sums else self.x.square().mean()
+        return LOSSES[self.model.loss_name].of(self.x, self.model.square, self.labels)
 
 
 Move = Callable[[Run, int], None]
@@ -352,9 +458,22 @@ def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor | None:
         return x + torch.autograd.grad((y.square().sum() if k % 3 else (x * y).sum()), y, create_graph=True)[0]
 
 
-@move("sum")
+@move("add what parts keep")
 def _(run: Run, x: Tensor, y: Tensor, k: int) -> None:
-    """The loss is a sum, wherever this comes."""
+    for part in run.model.parts[: run.next]:
+        if run.model.training and part.auxiliary is not None:
+            run.added = part.auxiliary if run.added is None else run.added + part.auxiliary
+
+
+@move("the caller adds what parts keep")
+def _(run: Run, x: Tensor, y: Tensor, k: int) -> None:
+    """Add nothing here."""
+
+
+@move("locked")
+def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor:
+    with run.model.lock.lock:
+        return run.call(run.call(x)) if k % 2 else run.call(x)
 
 
 @move("sequence first")
@@ -363,19 +482,44 @@ def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor:
     return x + run.model.recurrent(x[:, None] if k % 2 else x[None])[0].reshape(x.shape)
 
 
+for _name, _function in COMPILED.items():
+    move(_name)(lambda run, x, y, k, function=_function: function(x, y))
+
 DOUBTFUL = [name for name in MOVES if name not in HARMLESS]
+#: Moves that take the losses that parts keep.
+OF_AUXILIARY = ["add what parts keep", "the caller adds what parts keep"]
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    """Draw a program: harmless, or with up to two doubtful moves, in float64, or float32 where it uses autocast."""
+def programs(draw: st.DrawFn, *, late: bool = False) -> Program:
+    """Draw a program: harmless, or with up to three doubtful moves, in float64, or float32 where it uses autocast.
+
+    Compiled functions take long, so few programs of campaigns have them, and no others.
+
+    Args:
+        late: whether it runs on the accelerator of the tests, whose tensors NumPy cannot see
+    """
     numbers = st.integers(0, 11)
-    kinds = st.sampled_from(["plain", "plain", "norm", "in place", "hooked", "frozen"])
+    keeping = st.sampled_from([kind for kind in KEEPING if not (late and "NumPy" in kind)])
+    names = ["plain", "plain", "plain", "norm", "in place", "hooked", "frozen", "auxiliary", "keeps"]
+    kinds = st.sampled_from(names).flatmap(lambda kind: keeping if kind == "keeps" else st.just(kind))
     parts = draw(st.lists(st.tuples(kinds, st.integers(0, len(PACKS) - 1)), min_size=2, max_size=5))
-    doubtful = draw(st.lists(st.tuples(st.sampled_from(DOUBTFUL), numbers), max_size=3))
+    has_losses = any([kind == "auxiliary" for kind, _ in parts])
+    unused = {*COMPILED, *([] if has_losses else OF_AUXILIARY)}
+    used = st.sampled_from([name for name in DOUBTFUL if name not in unused])
+    doubtful = draw(st.lists(st.tuples(used, numbers), max_size=3))
+    if settings.get_current_profile_name() == "campaign" and draw(st.integers(0, 49)) == 49:
+        name = draw(st.sampled_from([*COMPILED]))
+        if draw(st.booleans()):
+            parts[draw(st.integers(0, len(parts) - 1))] = name, 0
+        else:
+            doubtful.append((name, 0))
+    if has_losses and draw(st.booleans()):
+        doubtful.append((draw(st.sampled_from(OF_AUXILIARY)), 0))
     # What rows do to each other may be no more than autocast rounds, which the proof lets pass.
     harmless = [name for name in HARMLESS if name != "autocast" or not doubtful]
     moves = draw(st.lists(st.tuples(st.sampled_from(harmless), numbers), min_size=2, max_size=9))
+    casts = any([name == "autocast" for name, _ in moves])
     for pair in doubtful:
         moves.insert(draw(st.integers(0, len(moves))), pair)
     calls = [k for k, (name, _) in enumerate(moves) if name.startswith("call")]
@@ -383,6 +527,14 @@ def programs(draw: st.DrawFn) -> Program:
         moves.insert(draw(st.integers(0, len(moves))), ("call", 0))
     if draw(st.booleans()):  # when the last partition has begun
         moves.append(("again", draw(numbers)))
+    changes_buffers = any([name == "add to a buffer" for name, _ in moves])
+    changes_buffers |= any([kind == "norm" or kind in KEEPING for kind, _ in parts])
+    if changes_buffers and any([name == "add what parts keep" for name, _ in moves]):
+        # Rows together are not compared in training, in which alone parts add means to the loss.
+        losses = ["mean"]
+    else:
+        losses = ["mean", "sum"] if casts else [*LOSSES]
+    loss = draw(st.just("mean") | st.sampled_from(losses))
     torch.manual_seed(draw(st.integers(0, 1000)))
-    program = Program(moves, parts, tied=draw(st.booleans()))
-    return program if any([name == "autocast" for name, _ in moves]) else program.double()
+    program = Program(moves, parts, draw(st.booleans()), loss)
+    return program if casts else program.double()

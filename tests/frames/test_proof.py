@@ -455,6 +455,21 @@ def test_a_number_that_the_sample_did_not_give_may_change_a_loss(step: bool) -> 
     torch.testing.assert_close(model(x, 24), forward(model.unpipelined(), x, 24))
 
 
+@pytest.mark.parametrize("label", [0, 1, 3])
+@pytest.mark.parametrize("shape", [(2,), (2, 5)], ids=str)
+def test_labels_of_one_class_show_that_classes_have_weights(label: int, shape: tuple[int, ...]) -> None:
+    """With the usual dummies for labels, a mean weighted by classes was taken for one over labels."""
+
+    def forward(self: Any, ids: Tensor, y: Tensor) -> Tensor:
+        logits = Chain.forward(self, self.words(ids))
+        return functional.cross_entropy(logits.reshape(-1, 4), y.flatten(), torch.tensor([1.0, 5.0, 0.2, 2.0]))
+
+    model = chain(forward)
+    model.words = nn.Embedding(4, 4)
+    with pytest.raises(ValueError, match="if it is a weighted mean, as over tokens or classes, give weight="):
+        two(model, {"ids": torch.randint(4, shape), "y": torch.full(shape, label)})
+
+
 def test_tensors_that_modules_keep_in_training_only_are_watched() -> None:
     """The model was in evaluation when it was pipelined; gradients of a loss that a layer keeps were lost later."""
 

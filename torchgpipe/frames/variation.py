@@ -11,6 +11,7 @@ and over the labels that models compare with (all but the first of each row) dif
     row of micro-batch 0    the labels in places 0 and 1 (and 2, if it is the only row); then only the label in place 0
     row of micro-batch 1    the label in place 1; then only the label in place 2
 
+Labels of one class, as of ``torch.zeros``, hide that classes have weights: micro-batch 1 gets those of another class.
 One label is 0, and in another variation all that are left out: a model may leave out its padding by itself.
 
 A model may not take all of this: lengths are no lengths any more, or rows lose their first word. So milder variations
@@ -132,9 +133,12 @@ def _padded(mask: Tensor) -> Tensor:
 
 def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
     """Return labels of which few count, in places that tell the rules of means apart."""
-    if path != name or tensor.is_meta or tensor.dim() < 2:
+    if path != name or tensor.is_meta:
         return tensor
     half = (len(tensor) + 1) // 2
+    tensor = _of_two_classes(tensor, ignored, half)
+    if tensor.dim() < 2:
+        return tensor
     labels, few = tensor.reshape(len(tensor), -1).clone(), [0]
     counts = torch.zeros_like(labels, dtype=torch.bool)
     for k, row in enumerate(labels):
@@ -148,3 +152,13 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
     if ignored:
         labels[0, few[1]] = 0
     return torch.where(counts, labels, ignored).reshape(tensor.shape)
+
+
+def _of_two_classes(labels: Tensor, ignored: int, half: int) -> Tensor:
+    """Return labels that are of another class in the rows from ``half`` on, if all are of one class."""
+    classes = torch.unique(labels[labels != ignored])
+    if len(classes) != 1 or labels.is_floating_point():
+        return labels
+    other = labels.clone()
+    other[half:] = int(classes) - 1 if classes else 1
+    return torch.where(labels == ignored, labels, other)
