@@ -473,6 +473,7 @@ def test_a_module_tells_that_it_was_compiled() -> None:
         layer.compile(mode=mode)
         assert internals.is_compiled(layer) and not internals.is_optimized(layer)
         assert internals.uses_cuda_graphs(layer) is cuda_graphs
+    assert internals.runs_compiled(torch.compile(plain.forward)) and not internals.runs_compiled(plain.forward)
     plain.compile(backend="eager")
     assert internals.is_compiled(plain) and not internals.uses_cuda_graphs(plain)
 

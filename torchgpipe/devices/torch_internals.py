@@ -71,6 +71,7 @@ __all__ = [
     "pytree",
     "replace_call",
     "run_backward",
+    "runs_compiled",
     "saved_tensors_hooks_in_use",
     "sequence_number",
     "shares_memory",
@@ -448,6 +449,14 @@ def is_optimized(module: nn.Module) -> bool:
     takes longer than that of this package.
     """
     return hasattr(module, "_orig_mod")
+
+
+def runs_compiled(function: Any) -> bool:
+    """Return whether ``function`` is what ``torch.compile(function)`` returns, as a decorator of a forward.
+
+    Such a function has no Python code to stop in. Since 2.0. Without it, such a model would run unpipelined.
+    """
+    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def uses_cuda_graphs(module: nn.Module) -> bool:

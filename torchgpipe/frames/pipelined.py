@@ -16,7 +16,7 @@ from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import bytes_of, ran_out_of_memory
-from torchgpipe.devices.torch_internals import is_optimized, own_call
+from torchgpipe.devices.torch_internals import is_optimized, own_call, runs_compiled
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import weights_of
 from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
@@ -359,8 +359,7 @@ def verify_module(module: Any) -> None:
         raise TypeError(f"module must be an nn.Module, but is {type(module).__name__}{made}")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("a ScriptModule has no Python forward to stop; pipeline the module that it was made from")
-    is_compiled = is_optimized(module) or own_call(module) is not None
-    if is_compiled or hasattr(module.forward, "_torchdynamo_orig_callable"):  # As by a decorator.
+    if is_optimized(module) or own_call(module) is not None or runs_compiled(module.forward):
         raise TypeError(
             "the whole model is compiled, so there is nothing to stop at; pipeline the plain model, and compile its "
             "blocks: for block in model.layers: block.compile()"

@@ -318,8 +318,8 @@ class FramesProof(Proof):
         with torch.no_grad(), in_mode(self._module, False):
             try:
                 self._compare_numbers(study.splitter.micro_batches(arguments, 2))
-            except (TypeError, RuntimeError):
-                return  # It does not take this argument.
+            except Exception:
+                return  # It does not take this argument, or not so few rows.
 
     def confirm_rules(self, batch: SplitBatch) -> None:
         """Compare the values of numbers of another mini-batch by the rules that are known."""

@@ -59,7 +59,7 @@ def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, mu
     def change(path: str, tensor: Tensor, readily: bool) -> Tensor:
         new = _varied(tensor, mildly) if _may_vary(path, tensor, splitter.rows, readily=readily) else tensor
         differ[path] = tensor.is_meta or bool((new != new[:1]).any())
-        return _padded(new) if "mask" in path and not mildly else new
+        return _padded(new) if path.endswith("mask") and not mildly else new
 
     for readily in (True, False):
         result = splitter.changed(sample, partial(change, readily=readily))
