@@ -56,7 +56,8 @@ def difference_of(before: Sequence[Tensor | None], outputs: Iterable[Tensor | No
             tolerance = _EPS * (torch.finfo(output.dtype).eps * norm + torch.finfo(found.dtype).eps * firsts[1])
             for first, second in zip(firsts, seconds):
                 if abs(first - second) > tolerance:
-                    return f"output {k}, of shape {tuple(output.shape)}, has the weighted sum {second:.6g} instead of {first:.6g}"
+                    sums_differ = f"has the weighted sum {second:.6g} instead of {first:.6g}"
+                    return f"output {k}, of shape {tuple(output.shape)}, {sums_differ}"
     return None
 
 
