@@ -79,6 +79,12 @@ def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor:
     return x @ run.model.square
 
 
+@move("replace a parameter")
+def _(run: Run, x: Tensor, y: Tensor, k: int) -> Tensor:
+    run.model.square = nn.Parameter(run.model.square.detach() * 0.9)
+    return x @ run.model.square
+
+
 @move("coupled loss")
 def _(run: Run, x: Tensor, y: Tensor, k: int) -> None:
     run.loss = lambda: run.x.logsumexp(0).mean()  # type: ignore[method-assign]
@@ -120,6 +126,7 @@ REFUSED: dict[str, tuple[Moves, Moves, str]] = {
     "gradient": ([], [("differentiate", 1)], "the model computes gradients in its forward, behind a boundary"),
     "parameter": ([("change a parameter", 0)], [], r"changes the parameter 'loose\.0' .* after optimizer.step"),
     "renewed parameter": ([("renew a parameter", 0)], [], "changes the parameter 'square' .* after optimizer.step"),
+    "replaced parameter": ([("replace a parameter", 0)], [], "changes the parameter 'square' .* after optimizer.step"),
     "backward": ([("backward", 0)], [], "was differentiated by itself"),
     "detach_": ([], [("detach_", 1)], "calls 'detach_' in partition 1"),
     "unsqueeze_": ([], [("unsqueeze_", 1)], "calls 'unsqueeze_' in partition 1"),

@@ -166,11 +166,7 @@ class _Uses(TorchFunctionMode):
         for _, tensor in each(changed):
             name = self._parameters.get(_address(tensor))
             if name is not None and func.__name__ != "requires_grad_":
-                raise RuntimeError(
-                    f"the forward changes the parameter '{name}' (by '{func.__name__}'), which micro-batches would do "
-                    "again and again, while others use it; change parameters between two calls, such as after "
-                    "optimizer.step()"
-                )
+                raise _changes_parameter(name, f"'{func.__name__}'")
 
     def _note_labels(self, target: Any, ignored: int = -100) -> None:
         """Note the argument that a cross entropy has got for its labels, perhaps without the first of each row."""
@@ -187,6 +183,28 @@ class _Uses(TorchFunctionMode):
             if is_it:
                 self.labels = name, ignored
                 return
+
+
+def _changes_parameter(name: str, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"the forward changes the parameter '{name}' (by {how}), which micro-batches would do again and again, "
+        "while others use it; change parameters between two calls, such as after optimizer.step()"
+    )
+
+
+def _refuse_replaced(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a forward that has put a new trained one in the place of a parameter, and put that back.
+
+    To tie two parameters is no harm, nor to pack a frozen one.
+    """
+    now, known = dict(module.named_parameters(remove_duplicate=False)), set(parameters.values())
+    new = {name for name, parameter in now.items() if parameter.requires_grad and parameter not in known}
+    replaced = [name for name in parameters if name in new]
+    for name in replaced:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, parameters[name])
+    if replaced:
+        raise _changes_parameter(replaced[0], "another one in its place")
 
 
 def _assigns_itself(func: Callable[..., Any], args: Any) -> bool:
@@ -219,7 +237,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Ten
         arguments: the tensors among its arguments, by path
 
     Raises:
-        RuntimeError: the forward changes a parameter in place; it has not been changed.
+        RuntimeError: the forward changes a parameter, or puts another one in its place; it is as it was.
     """
     calls = [Call("", 0)]
     stack = [*calls]
@@ -255,8 +273,10 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Ten
     probes = {child: probe(child, name) for child, name in names.items() if name and child not in within}
     buffers = list(module.buffers())
     counts = versions(buffers)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     with _replaced(probes), uses:
         output = run()
+    _refuse_replaced(module, parameters)
     calls[0].end = uses.now + 1
     changed = {id(buffer) for buffer, a, b in zip(buffers, counts, versions(buffers)) if a != b}
     stored = [
