@@ -182,6 +182,8 @@ class _Runs:
                     # A scripted function raises an error of its own in place of that by which the checkpoint stops.
                     raise errors[0] from None
                 raise
+            finally:
+                errors.clear()  # Their tracebacks hold this frame, and with it the mini-batch.
             if self._run.is_compared:
                 self._run.compare(_tensors(output))
 
