@@ -47,9 +47,9 @@ def variations(
     name, ignored = labels
     result = []
     for mildly in (False, True):
-        varied = _with_different_rows(splitter, sample, mildly, must_differ)
-        uneven = [splitter.changed(varied, partial(_unevenly, name, one)) for one in dict.fromkeys((ignored, 0))]
-        result += [*uneven, varied] if name in splitter.tensors(sample) else [varied]
+        other = _with_different_rows(splitter, sample, mildly, must_differ)
+        uneven = [splitter.changed(other, partial(_unevenly, name, one)) for one in dict.fromkeys((ignored, 0))]
+        result += [*uneven, other] if name in splitter.tensors(sample) else [other]
     return result
 
 
