@@ -168,10 +168,12 @@ MODELS = "--models resnet101 unet gpt gpt-tiny mlp-tiny"
 TESTS = " ".join(f"tests/{name}test_cuda.py" for name in ("", "frames/", "balancing/planning/"))
 SMALL, UNET = "--models mlp --chunks 2 --shrink 64", "--models unet"
 CAPACITY, GROWTH, LARGEST = "memory --only capacity", "--questions growth", "--questions largest --partitions 1"
+# A launch takes the host so long that fewer cells tell as much.
+BRIEF = "--shape 4 16 --steps 1 --repeat 1"
 FEW, CPU = "--turns 1 --steps 1", "--devices cpu --partitions 1"
 SLICES = (
     Slice("tests", "campaigns.cuda_tests", "", f"{TESTS} tests/timeline/test_recorder_cuda.py", 480, _tests, False),
-    Slice("overhead", "host_time --only cells", f"{ON} --turns 3", f"{FEW} --repeat 1", 200, _overhead),
+    Slice("overhead", "host_time --only cells", f"{ON} --turns 3 {BRIEF}", f"{FEW} --repeat 1", 200, _overhead),
     Slice("memory", "memory --only peaks", f"{ON} --scale 64", "--steps 1 --models mlp", 200, _memory)._replace(
         environment=SMALL_WORKSPACES
     ),
@@ -182,7 +184,7 @@ SLICES = (
     )._replace(needs=("matplotlib", "tqdm")),
     Slice("speed", "training --only speed", f"{AT} {MODELS}", f"{FEW} {CPU} --models mlp-tiny", 560, _speed),
     Slice("step", "training --only step", f"{ON} --turns 3 --steps 5", f"{FEW} {SMALL}", 200, _step, False),
-    Slice("host", "host_time --only step", f"{ON} --turns 3", f"{FEW} --shape 2 2", 100, _host, False),
+    Slice("host", "host_time --only step", f"{ON} --turns 3 {BRIEF}", f"{FEW} --shape 2 2", 120, _host, False),
     Slice("growth", CAPACITY, f"{AT} {GROWTH} --partitions 1 4", f"{CPU} {GROWTH} --chunks 2", 200, _growth),
     Slice("capacity", CAPACITY, f"{AT} {LARGEST} --limit 22.4", f"{CPU} {LARGEST} --limit 3 {UNET}", 400, _capacity),
 )
