@@ -169,6 +169,8 @@ TESTS = " ".join(f"tests/{name}test_cuda.py" for name in ("", "frames/", "balanc
 SMALL, UNET = "--models mlp --chunks 2 --shrink 64", "--models unet"
 CAPACITY, GROWTH, LARGEST = "memory --only capacity", "--questions growth", "--questions largest --partitions 1"
 # A launch takes the host so long that fewer cells tell as much.
+# 1F1B wants each device once.
+HOST = "--shape 2 32 --steps 1"
 BRIEF = "--shape 4 16 --steps 1 --repeat 1"
 FEW, CPU = "--turns 1 --steps 1", "--devices cpu --partitions 1"
 SLICES = (
@@ -184,7 +186,7 @@ SLICES = (
     )._replace(needs=("matplotlib", "tqdm")),
     Slice("speed", "training --only speed", f"{AT} {MODELS}", f"{FEW} {CPU} --models mlp-tiny", 560, _speed),
     Slice("step", "training --only step", f"{ON} --turns 3 --steps 5", f"{FEW} {SMALL}", 200, _step, False),
-    Slice("host", "host_time --only step", f"{ON} --turns 3 {BRIEF}", f"{FEW} --shape 2 2", 120, _host, False),
+    Slice("host", "host_time --only step", f"{ON} --turns 3 {HOST}", f"{FEW} --shape 2 2", 120, _host, False),
     Slice("growth", CAPACITY, f"{AT} {GROWTH} --partitions 1 4", f"{CPU} {GROWTH} --chunks 2", 200, _growth),
     Slice("capacity", CAPACITY, f"{AT} {LARGEST} --limit 22.4", f"{CPU} {LARGEST} --limit 3 {UNET}", 400, _capacity),
 )

@@ -80,7 +80,7 @@ VARIANTS: dict[str, Callable[[int], str]] = {
     "inline": lambda j: "cpu",
     "workers": lambda j: f"cpu:{j}",
 }
-ALL_VARIANTS = {**VARIANTS, "late": lambda j: f"late:{j % 4}", "cuda": lambda j: "cpu" if j % 2 else "cuda:0"}
+ALL_VARIANTS = {**VARIANTS, "late": lambda j: f"late:{j % 4}", "cuda": lambda j: f"cpu:{j}" if j else "cuda:0"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

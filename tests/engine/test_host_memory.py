@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import DEVICE, LATE
 from torchgpipe.engine.host_memory import _Pins
 
 
@@ -36,3 +37,17 @@ def test_memory_is_pinned_once_within_the_budget(monkeypatch: pytest.MonkeyPatch
     assert runtime.calls[2:] == [("unpinned", 0)]
     pins.pin(first)
     assert runtime.calls[3:] == [("pinned", 4)]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(LATE or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("size", [0, 1 << 20])
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(size: int) -> None:
+    """CUDA kept the error, and the next kernel of the thread raised it: "invalid argument"."""
+    memory = torch.zeros(size)
+    if size:  # Half of it is pinned, and so the whole cannot be.
+        torch.cuda.cudart().cudaHostRegister(memory[size // 2 :].data_ptr(), 2 * size, 0)  # type: ignore[no-untyped-call]
+    _Pins(None).pin(memory)
+    assert (torch.ones(1, device=DEVICE) + 1).item() == 2
+    if size:
+        torch.cuda.cudart().cudaHostUnregister(memory[size // 2 :].data_ptr())  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import finalize
 
@@ -236,10 +237,16 @@ class _Pins:
                 return
             if self._left is None:
                 self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            if not 0 < bytes <= self._left:
+                return
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if bytes <= self._left and int(runtime.cudaHostRegister(address, bytes, 0)) == 0:
+            if int(runtime.cudaHostRegister(address, bytes, 0)) == 0:
                 self._left -= bytes
                 finalize(storage, self._unpin, runtime, address, bytes)
+            else:
+                # The memory works without. But CUDA keeps the error, and the next launch of this thread would raise it.
+                with suppress(RuntimeError):
+                    torch.ones(1, device="cuda").add_(1)
 
     def _unpin(self, runtime: Any, address: int, bytes: int) -> None:
         # Called wherever the last reference to the memory goes, so it takes no lock.
