@@ -197,7 +197,8 @@ def test_a_forward_that_differentiates_what_all_partitions_have(forward: Any, n:
     if n == 1 or len(set(devices(2))) == 1:
         expect_same(*make(chain(forward), devices(n)))
         return
-    with pytest.raises(RuntimeError, match="in one partition, or let one module do all of it"):
+    # With the CPU as one of the devices, the plain model already mixes them.
+    with pytest.raises((RuntimeError, ValueError), match=r"in one partition, or let one module|on the same device"):
         make(chain(forward), devices(n))
 
 
@@ -486,5 +487,7 @@ def test_what_a_module_does_to_a_container_reaches_later_partitions(act: Any, wa
     model, plain = make(chain(forward, *layers), devices(4), balance=[1] * 4, **options)
     if way == "without grad":
         with torch.no_grad():
-            assert torch.equal(model(X[:1]).cpu(), plain(X[:1]))
+            torch.testing.assert_close(
+                model(X[:1]).cpu(), plain(X[:1]), rtol=1e-12 if "cuda" in devices(1)[0] else 0, atol=0
+            )
     expect_same(model, plain)

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import torchgpipe
 from tests import late
-from tests.conftest import Devices
+from tests.conftest import ALL_VARIANTS, Devices
 from tests.frames.models import Chain, chain
 from tests.layers import Apply, Using
 from tests.plain import on_host
@@ -47,6 +47,21 @@ def small_tensors_rest() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostMemory, "least", 1)
         yield
+
+
+@pytest.fixture(scope="session")
+def devices(variant: str) -> Devices:
+    """Return devices for a pipeline; never the CPU beside an accelerator."""
+    return lambda n: ["cuda:0" if variant == "cuda" else ALL_VARIANTS[variant](j) for j in range(n)]
+
+
+def test_the_cpu_is_no_device_beside_an_accelerator() -> None:
+    """What rested in host memory was used there before it had arrived: gradients of 1e37."""
+    with pytest.raises(ValueError, match="leave the CPU out of devices"):
+        torchgpipe.pipelined(
+            chain(adds, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), chunks=2, devices=["cpu", "meta"],
+            balance=[1, 1], offload=True, verify=False,
+        )  # fmt: skip
 
 
 WORDS, WIDTH, PARTITIONS = 7, 6, 6

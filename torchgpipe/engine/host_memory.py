@@ -308,13 +308,23 @@ def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
 def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> None:
     """Check that the weights of the largest partitions fit on their devices, as far as these tell their memory.
 
+    Devices are all accelerators, or all the CPU: a partition that computes in host memory would find there what is
+    still on its way from an accelerator.
+
     Args:
         sizes: for each partition, its name, its device, and the bytes of its weights
         slots: the partitions that are there at a time
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: they do not fit, or the CPU is a device beside an accelerator.
     """
+    sizes = list(sizes)
+    devices = list(dict.fromkeys(device for _, device, _ in sizes))
+    if len({device.type == "cpu" for device in devices}) > 1:
+        raise ValueError(
+            f"offload=True got the devices {', '.join(map(str, devices))}: with weights in host memory, the CPU is no "
+            "device beside an accelerator; leave the CPU out of devices, or leave out offload"
+        )
     by_device: dict[torch.device, list[tuple[int, str]]] = {}
     for name, device, size in sizes:
         by_device.setdefault(device, []).append((size, name))

@@ -49,7 +49,8 @@ def test_a_plan_for_a_gpu(make: Any, devices: list[str]) -> None:
     assert plan.seconds > 0 and check.seconds > 0
     assert len(check.predicted_bytes) == len({*devices} - {"cpu"})
     for predicted, measured in zip(check.predicted_bytes, check.measured_bytes, strict=True):
-        assert 0 < measured - before < 2 * predicted + 2**25  # Workspaces of libraries are not planned for.
+        # Workspaces of libraries are not planned for: 33 MiB for each thread and stream that multiplied matrices.
+        assert 0 < measured - before < 2 * predicted + 2**27
     model = plan.apply(model, loss_fn=lambda output, _: output.float().mean())
     assert model.step(torch.randn(BATCH, WIDTH)).isfinite()
 
