@@ -291,11 +291,11 @@ def test_no_autograd_function_without_gradients(
     def refuse(*args: Any) -> None:
         raise AssertionError("an autograd function was applied")
 
-    from torchgpipe.engine.checkpoint import Checkpoint, Recompute
+    from torchgpipe.engine.nodes import CellNode, Recompute
     from torchgpipe.engine.copy import Copy, Wait
     from torchgpipe.engine.dependency import Fork, Join
 
-    for function in (Checkpoint, Recompute, Copy, Wait, Fork, Join):
+    for function in (CellNode, Recompute, Copy, Wait, Fork, Join):
         monkeypatch.setattr(function, "forward", staticmethod(refuse))
     model.train(train)
     with off():

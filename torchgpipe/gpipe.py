@@ -14,9 +14,9 @@ from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import StepLock
-from torchgpipe.engine.calls import Mechanisms
-from torchgpipe.engine.forward_pass import ForwardPass
+from torchgpipe.engine.autograd import ForwardPass
 from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
+from torchgpipe.engine.layers_column import Mechanisms
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.step import run_step
 from torchgpipe.model.comparison import Comparison
@@ -302,7 +302,7 @@ class GPipe(nn.Module):
             return self._forward_from_host_memory(batches)
         with mini_batch(len(batches), self):
             views, devices, checkpointed = self._views(len(batches))
-            ForwardPass(views, devices, len(batches), self._mechanisms).run(batches, checkpointed)
+            ForwardPass(views, devices, batches, checkpointed, self._mechanisms).run()
             return self._gather(batches)
 
     def _forward_from_host_memory(self, batches: list[Batch]) -> Any:

@@ -107,9 +107,8 @@ def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
     for node in graph(root):
         if type(node).__name__ == "_MarkBackward":
             found[node.cell].add(node)
-        if type(node).__name__ in ("CheckpointBackward", "KeepBackward"):
-            cell = (node.recomputation if type(node).__name__ == "CheckpointBackward" else node.kept).cell
-            found[cell.i, cell.call.j].add(node)
+        if type(node).__name__ == "CellNodeBackward":
+            found[node.cell.i, node.cell.column.j].add(node)
     return found
 
 
@@ -190,7 +189,7 @@ def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
     model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
     model._mechanisms = replace(model._mechanisms, dependency=False)
     output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
-    checkpoints = {node for node in graph(output.grad_fn) if type(node).__name__ == "CheckpointBackward"}
+    checkpoints = {node for node in graph(output.grad_fn) if type(node).__name__ == "CellNodeBackward"}
     # Each cell leads at most to the cell before it in its own micro-batch.
     assert all(len(checkpoints & graph(node).keys()) <= 2 for node in checkpoints)
     output.sum().backward()

@@ -61,7 +61,7 @@ def pairs() -> Tensor:
             {"schedule": "1F1B", "checkpoint": "always"},
             (2, 0),
             "recomputation",
-            "out of memory in B(2,0) on cpu:0, under schedule='1F1B'",
+            "out of memory in R(2,0) on cpu:0, under schedule='1F1B'",
             "more chunks, or ",
         ),
         (

@@ -19,7 +19,7 @@ from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.random_pipelines import MODES
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.engine.calls import Mechanisms
+from torchgpipe.engine.layers_column import Mechanisms
 
 pytestmark = pytest.mark.late
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchgpipe.engine.forward_pass
+import torchgpipe.engine.autograd
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
@@ -94,7 +94,7 @@ def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -
 
 def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partition 0 goes on to micro-batch 2 while partition 1, a slower device, is still at micro-batch 0."""
-    monkeypatch.setattr(torchgpipe.engine.forward_pass, "sharing_generator", lambda devices: set())
+    monkeypatch.setattr(torchgpipe.engine.autograd, "sharing_generator", lambda devices: set())
     ahead = threading.Event()
 
     def fast(input: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.Monk
     Partition 1 could then be mistaken for the partition that draws. Its recomputation must not touch the generator,
     from which partition 0 may be drawing at that moment.
     """
-    monkeypatch.setattr(torchgpipe.engine.forward_pass, "sharing_generator", lambda devices: {torch.device("cpu:0")})
+    monkeypatch.setattr(torchgpipe.engine.autograd, "sharing_generator", lambda devices: {torch.device("cpu:0")})
     meet = threading.Barrier(2, timeout=TIMEOUT)
 
     def meet_and_draw(j: int, draws: bool, input: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from torchgpipe.devices.stream import Streams
 from torchgpipe.distributed.boundary import Boundary
-from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.partition_call import PartitionCall
-from torchgpipe.engine.passage import Mode, pass_through
+from torchgpipe.engine.autograd import Mode, pass_through
+from torchgpipe.engine.layers_cell import LayersCell
+from torchgpipe.engine.layers_column import LayersColumn
 from torchgpipe.engine.portal import Portal
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
@@ -86,10 +86,11 @@ class WiredPartition(nn.Module):
         """Prepare for the micro-batches of ``call``."""
         self._call = call
         modules = list(self.partition.modules())
-        self._partition_call = PartitionCall(
+        self._column = LayersColumn(
             self.partition,
             modules,
             Streams().current(self._device),
+            len(call.inputs),
             arriving=None,
             leaving=None,
             sending=[Portal(key, None) for key, _, _ in layout.leaving[self._j]],
@@ -101,13 +102,13 @@ class WiredPartition(nn.Module):
 
     def end(self) -> None:
         """Drop the call, and with it the micro-batches."""
-        del self._call, self._partition_call
+        del self._call, self._column
 
     def forward(self, *wires: Tensor, i: Tensor) -> Tensor | tuple[Tensor, ...]:
         number, call = int(i), self._call
         batch = call.inputs[number] if self._arriving is None else self._arriving.unpack(number, wires)
         mode: Mode = "checkpoint" if number < call.checkpoint_stop else "plain"
-        batch, _ = pass_through(Cell(self._partition_call, number, len(call.inputs)), batch, None, mode)
+        batch, _ = pass_through(LayersCell(number, self._column), batch, None, mode)
         if self._last:
             return call.finish(number, batch)
         return self._leaving.pack(number, batch)

@@ -6,12 +6,13 @@ the program runs them one directly after the other, forward and backward. Fewer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from torchgpipe.schedule import Action, simulate
-from torchgpipe.schedule.action import at_once, needs, splits_of
+from torchgpipe.schedule.action import needs, splits_of, with_recomputation
 
 __all__ = ["Agenda", "FrozenProgram", "agenda_of"]
 
@@ -20,24 +21,29 @@ FrozenProgram: TypeAlias = tuple[tuple[Action, ...], ...]
 
 
 class Agenda(NamedTuple):
-    """What a step runs.
+    """What an executor runs.
 
     Attributes:
-        columns: for each column of cells, the positions of its views
         actions: all actions, by clock and device: the order in which errors count
         needs: for each action, the numbers of the actions that it needs
-        keeps: the cells whose backward follows their forward on their device
+        columns: for each column of cells, the positions of its views
+        recomputed: the cells that run again before their backward
     """
 
-    columns: list[list[int]]
     actions: list[Action]
     needs: list[list[int]]
-    keeps: set[tuple[int, int]]
+    columns: Sequence[Sequence[int]] = ()
+    recomputed: Set[tuple[int, int]] = frozenset()
 
 
 @lru_cache(maxsize=32)  # Simulating a program takes as long as many cells.
 def agenda_of(
-    program: FrozenProgram, views: tuple[tuple[int, ...], ...], joinable: tuple[bool, ...], *, backward: bool
+    program: FrozenProgram,
+    views: tuple[tuple[int, ...], ...],
+    joinable: tuple[bool, ...],
+    checkpointed: tuple[int, ...] = (),
+    *,
+    backward: bool,
 ) -> Agenda:
     """Return the agenda of a step.
 
@@ -45,6 +51,8 @@ def agenda_of(
         program: the actions of each device, in terms of partitions
         views: for each partition, the positions of its views
         joinable: for each view, whether it may be joined with the next one
+        checkpointed: for each view, how many micro-batches, from the first on, are recomputed unless their backward
+            follows their forward on their device; none if there are no numbers
         backward: whether backward runs
     """
     divided = [
@@ -67,16 +75,18 @@ def agenda_of(
         ]
         for actions in divided
     ]
+    counts = [checkpointed[column[0]] if checkpointed else 0 for column in columns]
+    joined = with_recomputation(joined, counts)
     starts = simulate(joined).starts
     clocked = [(start, device, action) for device, row in enumerate(starts) for action, start in row]
     actions = [action for _, _, action in sorted(clocked)]
     numbers = {action: number for number, action in enumerate(actions)}
     splits = splits_of(joined)
     return Agenda(
-        columns,
         actions,
         [[numbers[needed] for needed in needs(action, splits, len(columns))] for action in actions],
-        at_once(joined),
+        columns,
+        {(i, j) for kind, i, j in actions if kind == "R"},
     )
 
 

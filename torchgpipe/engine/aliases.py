@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions, will_run
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.engine.cut import differentiated_by_itself
 from torchgpipe.engine.function import nodes_behind
 from torchgpipe.engine.gradients import sum_of
+from torchgpipe.engine.graph import differentiated_by_itself
 from torchgpipe.engine.host_memory import FrozenCopy, HostMemory, empty
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.resting import Resting

@@ -1,71 +1,181 @@
-"""One micro-batch on one partition: runs the layers, and reports failures and progress with their place.
+"""A cell: micro-batch i in column j, with a graph that is cut from those of other cells; see `graph`.
 
-A cell does not know what schedules it, and keeps no tensor: only the structure of its input and its output.
+Every front makes its cells of this class. A frame of any model imports and exports one tensor at a time, as the model's
+own forward comes to it; of a Sequential, `LayersCell` runs the layers, once or twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
 
-from torchgpipe.devices.typing import Leaves
-from torchgpipe.engine.out_of_memory import add_shortage
-from torchgpipe.engine.partition_call import PartitionCall
-from torchgpipe.engine.record import Kind, recorded
-from torchgpipe.model.microbatch import Batch
-from torchgpipe.model.state import note_changes
-from torchgpipe.schedule import Action
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Cell"]
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.engine.column import Column
+from torchgpipe.engine.copy import Route
+from torchgpipe.engine.function import Edge
+from torchgpipe.engine.graph import CutGraph, verify_complete
+from torchgpipe.engine.record import Kind
+from torchgpipe.engine.resting import Rested, awake
+from torchgpipe.engine.split_backward import nodes_below
+
+__all__ = ["Arrival", "Cell", "Export", "Source"]
+
+
+class Arrival:
+    """The gradients of a tensor that arrive from the cells that the tensor has entered.
+
+    Args:
+        column: the column of the cell that the tensor comes from; None if it is the caller's
+
+    Attributes:
+        column: see above
+    """
+
+    __slots__ = ("_grads", "column")
+
+    def __init__(self, column: int | None = None) -> None:
+        self.column = column
+        # Added up later: the stream of the cell may have to wait for them first.
+        self._grads: list[Tensor | Rested] = []
+
+    def add(self, grad: Leaf | Rested) -> None:
+        """Take a gradient that arrives."""
+        if grad is not None:
+            self._grads.append(grad)
+
+    def total(self) -> Leaf:
+        """Return the sum of the gradients that have arrived, and forget them."""
+        grads, self._grads = [awake(grad) for grad in self._grads], []
+        return functools.reduce(torch.add, grads) if grads else None
+
+
+class Export(Arrival):
+    """A tensor of a cell that other cells take, or the caller.
+
+    Args:
+        edge: where the graph of the cell is entered; None as long as there is no graph
+        column: the column of the cell
+
+    Attributes:
+        edge: see above
+    """
+
+    __slots__ = ("edge",)
+
+    def __init__(self, edge: Edge | None, column: int) -> None:
+        super().__init__(column)
+        self.edge = edge
+
+
+#: Where the gradient of what has entered a cell goes: the route back (None if the memory is shared), and what it
+#: arrives at.
+Source: TypeAlias = tuple[Route | None, Arrival]
 
 
 class Cell:
-    """Micro-batch ``i`` of ``m`` on the partition of ``call``."""
+    """Micro-batch ``i`` in a column.
 
-    __slots__ = ("_input", "_output", "call", "i", "m")
+    Args:
+        i: the micro-batch
+        column: the column
+        number: the number of the column among all columns
 
-    def __init__(self, call: PartitionCall, i: int, m: int) -> None:
-        self.call = call
-        self.i = i
-        self.m = m
+    Attributes:
+        i, column, number: see above
+        exports: the tensors that have left; None for one that needs no gradient
+        sources: for each tensor that has entered, where its gradient goes
+        span: the numbers of the autograd nodes that were made in this cell, the first, and the one behind the last, if
+            the graph is to be verified; else None
+    """
 
-    def begin(self, batch: Batch) -> None:
-        """Note the structure of the input, for `compute`."""
-        self._input = batch.replace(())
+    __slots__ = ("_graph", "_known", "column", "exports", "i", "number", "sources", "span")
 
-    def compute(self, leaves: Leaves) -> Leaves:
-        """Run the layers on the leaves of the input, and return the leaves of the output."""
-        output = self.call.run_layers(self._input.replace(leaves))
-        leaves = output.leaves
-        output.leaves = ()  # `end` needs the structure. With the leaves in it, the cell would keep its output alive.
-        self._output = output
-        return leaves
+    def __init__(self, i: int, column: Column, number: int) -> None:
+        self.i, self.column, self.number = i, column, number
+        self._graph: CutGraph | None = CutGraph(column.stream.device, column.by_itself)
+        self.exports: list[Export | None] = []
+        self._known: dict[tuple[int, int], Export] = {}
+        self.sources: list[Source] = []
+        self.span: tuple[int, int] | None = None
 
-    def end(self, leaves: Leaves) -> Batch:
-        """Return the output with these leaves, in the structure that the layers have returned."""
-        return self._output.replace(leaves)
+    def import_(self, tensor: Tensor, source: Source) -> Tensor:
+        """Return a tensor of another cell without its history, at the beginning of this graph."""
+        assert self._graph is not None
+        self.sources.append(source)
+        return self._graph.enter(tensor)[0]
 
-    def recorded(self, kind: Kind) -> AbstractContextManager[None]:
-        """Tell the listener of the mini-batch, if there is one, what runs in a ``with`` block."""
-        call = self.call
-        return recorded(call.listener, kind, self.i, call.j, None, call.stream)
+    def export(self, tensor: Tensor) -> Export:
+        """Return the export of a tensor that requires grad; a tensor has one, however many cells take it."""
+        edge = get_gradient_edge(tensor)
+        key = (id(edge.node), edge.output_nr)
+        if key not in self._known:
+            self._known[key] = Export(edge, self.number)
+            self.exports.append(self._known[key])
+        return self._known[key]
+
+    def arrived(self) -> list[Leaf]:
+        """Return the gradients that have arrived at the exports, and forget them."""
+        return [None if end is None else end.total() for end in self.exports]
+
+    def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
+        """Differentiate the graph.
+
+        Args:
+            grads: the gradients at the exports
+            split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
+            keep_graph: whether the graph will be differentiated again
+
+        Returns:
+            the gradient of each tensor that has entered, None for one that was not used; nothing if no gradient has
+            arrived
+        """
+        exports = self.exports
+        if self.span is not None:
+            edges = [end.edge for end in exports if end is not None and end.edge is not None]
+            try:
+                verify_complete(edges, self.span, self.column.where)
+            except RuntimeError as error:
+                self.column.note(error, self.i, "backward")
+                raise
+        pairs = [
+            (end.edge, grad)
+            for end, grad in zip(exports, grads)
+            if end is not None and end.edge is not None and grad is not None
+        ]
+        if not pairs or self._graph is None:
+            return []
+        return self._graph.differentiate(
+            [edge for edge, _ in pairs],
+            [grad for _, grad in pairs],
+            self.column.sink,
+            self.told,
+            split=split and self.column.splits,
+            keep_graph=keep_graph,
+        )
+
+    def differentiate_weights(self) -> None:
+        """Run what a split `differentiate` has left, if anything."""
+        if self._graph is not None:
+            self._graph.differentiate_weights(self.told)
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Yield the leaves that the graph of this cell ends in."""
+        for node in nodes_below([end.edge for end in self.exports if end is not None and end.edge is not None]):
+            if type(node).__name__ == "AccumulateGrad":
+                yield node.variable
 
     @contextmanager
-    def differentiating(self, kind: Kind = "backward") -> Iterator[None]:
-        """Tell the listener of a backward, or half of one, in a ``with`` block, and add a note to its errors."""
+    def told(self, kind: Kind) -> Iterator[None]:
+        """Tell the listener what runs in a ``with`` block, and add a note to its errors."""
         try:
-            with self.recorded(kind):
+            with self.column.recorded(kind, self.i):
                 yield
         except BaseException as error:
-            self.failed(error, kind)
+            self.column.note(error, self.i, kind)
             raise
-
-    def failed(self, error: BaseException, phase: str) -> None:
-        """Add a note to ``error`` that tells the cell and the phase, such as forward."""
-        note = f"micro-batch {self.i} of {self.m}, {self.call.where}, during {phase}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-            note_changes(error)
-        if self.call.facts is not None:
-            action = Action("F" if phase == "forward" else "B", self.i, self.call.running)
-            add_shortage(error, self.call.facts, action, self.call.device)

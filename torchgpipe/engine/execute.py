@@ -6,6 +6,7 @@ The graph is cut where a partition begins, so the backward of a cell is a call, 
     F(i, j)   computes the cell; what it hands to later cells is noted there, with where its gradient arrives
     B(i, j)   differentiates the cell, and takes the gradients of what has entered it to the cells that they come from;
               I(i, j) does the same, and leaves the gradients of the parameters to W(i, j)
+    R(i, j)   runs a cell again that has left no graph, as soon as its device is free: before its gradient is there
 
 A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
 their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
@@ -18,72 +19,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.stream import Stream
-from torchgpipe.devices.typing import Leaves
+from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda
 from torchgpipe.engine.aliases import Aliases, filling_aliases
+from torchgpipe.engine.cell import Arrival, Cell, Source
 from torchgpipe.engine.copy import Route, copy_back, mark_ready, release, wait_back
-from torchgpipe.engine.cut import Arrival, Returned
 from torchgpipe.engine.function import unshare, without_gradient
 from torchgpipe.engine.interrupts import uninterrupted
 from torchgpipe.engine.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.engine.record import Listener
 from torchgpipe.engine.residence import Residence
-from torchgpipe.engine.resting import Rested
+from torchgpipe.engine.resting import Rested, Resting
 from torchgpipe.engine.workers import Task, run_in_workers
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
 
-__all__ = ["Executor", "Front", "ProgramCell"]
-
-
-class ProgramCell(Protocol):
-    """Micro-batch i on partition j, as a program knows it."""
-
-    def differentiate(self, *, split: bool, keep_graph: bool) -> Returned:
-        """Differentiate the cell with the gradients that have arrived, and return those of what has entered it.
-
-        Args:
-            split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
-            keep_graph: whether the graph will be differentiated again
-        """
-
-    def differentiate_weights(self) -> None:
-        """Run what a split `differentiate` has left, if anything."""
+__all__ = ["Executor", "Front", "ProgramFront"]
 
 
 class Front(Protocol):
     """Gives the cells of a mini-batch.
 
     Attributes:
-        streams: where each partition computes
+        streams: where each column computes
     """
 
     @property
     def streams(self) -> Sequence[Stream]: ...
 
     def leaving(self, j: int) -> Sequence[Route]:
-        """Return the routes that begin at partition ``j``."""
+        """Return the routes that begin at column ``j``."""
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """Compute a cell; an error has a note of the place.
 
         Args:
             i: the micro-batch
-            j: the partition
-            recomputes: False if the backward of the cell comes next on its device, so that nothing is gained
+            j: the column
+            recomputes: whether an R of this cell comes
         """
 
-    def cell(self, i: int, j: int, *, last: bool) -> ProgramCell:
-        """Return a cell that has been computed; if its last backward begins, nothing else need keep it."""
+    def place(self, j: int) -> int:
+        """Return the partition that runs in column ``j``, for errors."""
 
-    def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
-        """Surround a backward; an error in the ``with`` block gets a note of the place."""
+    def cancel(self) -> None:
+        """Wind up what is under way, after an error."""
+
+
+class ProgramFront(Front, Protocol):
+    """Gives the cells of a mini-batch whose backward is a part of the program, too."""
+
+    def recompute(self, i: int, j: int) -> None:
+        """Run a cell again, with a graph."""
+
+    def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
+        """Return a cell that has been computed; if its last backward begins, nothing else need keep it.
+
+        None if there is nothing to differentiate.
+        """
+
+    def differentiating(self, j: int) -> AbstractContextManager[object]:
+        """Surround a recomputation or a backward in column ``j``."""
 
     @property
     def partitions(self) -> Sequence[int]:
@@ -97,25 +99,19 @@ class Front(Protocol):
     def watches(self) -> bool:
         """Whether to look at each operation on weights that live in host memory."""
 
-    def place(self, j: int) -> int:
-        """Return the partition that runs in j, for errors."""
-
-    def cancel(self) -> None:
-        """Wind up what is under way, after an error."""
-
 
 class Executor:
     """Runs the actions of a program.
 
     Args:
         front: gives the cells
-        aliases: the aliases of the parameters
         ambient: the settings of the caller
         facts: what a note about memory is made from
+        aliases: the aliases of the parameters; None if the program has no backward, which autograd drives
     """
 
-    def __init__(self, front: Front, aliases: Aliases, ambient: Ambient, facts: MiniBatchFacts) -> None:
-        self._front, self._aliases, self._ambient, self._facts = front, aliases, ambient, facts
+    def __init__(self, front: Front, ambient: Ambient, facts: MiniBatchFacts, aliases: Aliases | None = None) -> None:
+        self._front, self._ambient, self._facts, self._aliases = front, ambient, facts, aliases
         self._residence: Residence | None = None
 
     def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
@@ -132,7 +128,8 @@ class Executor:
         actions, streams = agenda.actions, self._front.streams
 
         def run(number: int) -> None:
-            self._run(actions[number], recomputes=actions[number][1:] not in agenda.keeps, keep_graph=keep_graph)
+            action = actions[number]
+            self._run(action, recomputes=action[1:] in agenda.recomputed, keep_graph=keep_graph)
 
         with self._resident(actions):
             if len({stream.device for stream in streams}) == 1:
@@ -151,13 +148,13 @@ class Executor:
         with self._resident(actions):
             for action in actions:
                 with self._front.streams[action.j].use():
-                    self._run(action, recomputes=True, keep_graph=False)
+                    self._run(action, recomputes=False, keep_graph=False)
 
     @contextmanager
     def _resident(self, actions: Sequence[Action]) -> Iterator[None]:
         """Let weights come and go in a ``with`` block, and wind up after an error."""
-        front = self._front
-        if self._aliases.host_memory is not None:
+        front: Any = self._front
+        if self._aliases is not None and self._aliases.host_memory is not None:
             self._residence = Residence(
                 self._aliases, front.streams, actions, front.partitions, front.listener, watches=front.watches
             )
@@ -181,9 +178,10 @@ class Executor:
             if kind == "F":
                 with nullcontext() if residence is None else residence.watching(j):
                     self._front.forward(i, j, recomputes=recomputes)
-                mark_ready(self._front.leaving(j), i)
+                if self._aliases is not None:  # Autograd's `Wait` marks it otherwise.
+                    mark_ready(self._front.leaving(j), i)
             else:
-                self._return(action, self._backward(kind, i, j, keep_graph))
+                self._run_backward(action, keep_graph)
             if residence is not None:
                 residence.after(action)
         except BaseException as error:
@@ -191,32 +189,43 @@ class Executor:
             add_shortage(error, self._facts, place, self._front.streams[j].device)
             raise
 
-    def _backward(self, kind: str, i: int, j: int, keep_graph: bool) -> Returned:
-        front = self._front
-        returned: Returned = []
-        cell = front.cell(i, j, last=kind != "I" and not keep_graph)
+    def _run_backward(self, action: Action, keep_graph: bool) -> None:
+        """Run R, B, I or W."""
+        kind, i, j = action
+        front, aliases = cast(ProgramFront, self._front), self._aliases
+        assert aliases is not None
         # In this thread, and outside of autocast, as `loss.backward()` is.
         with (
-            front.differentiating(i, j),
+            front.differentiating(j),
             filling_aliases(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
             nullcontext() if self._residence is None else self._residence.watching(j),
         ):
-            fresh = without_gradient(self._aliases.of(j))
+            if kind == "R":
+                front.recompute(i, j)
+                return
+            cell = front.cell(i, j, last=kind != "I" and not keep_graph)
+            if cell is None:
+                return
+            fresh, sources, grads = without_gradient(aliases.of(j)), cell.sources, list[Leaf]()
             if kind == "W":
                 cell.differentiate_weights()
             else:
                 wait_back(front.leaving(j), i)
-                returned = cell.differentiate(split=kind == "I", keep_graph=keep_graph)
+                grads = cell.differentiate(cell.arrived(), split=kind == "I", keep_graph=keep_graph)
             unshare(fresh)
-        return returned
+        self._return(action, sources, grads, aliases.resting)
 
-    def _return(self, action: Action, returned: Returned) -> None:
+    def _return(
+        self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf], resting: Resting | None
+    ) -> None:
         """Take gradients to the cells that they come from; those that take the same route go together."""
-        i, resting = action.i, self._aliases.resting
+        i = action.i
         by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
-        for route, arrival, grad in returned:
+        for (route, arrival), grad in zip(sources, grads):
+            if grad is None:
+                continue
             if resting is not None and arrival.column is not None:
                 rested = resting.rest(grad, action, Action("B", i, arrival.column))
                 if isinstance(rested, Rested):
@@ -224,8 +233,8 @@ class Executor:
                     continue
             by_route.setdefault(route, []).append((arrival, grad))
         for route, pairs in by_route.items():
-            grads: Leaves = tuple([grad for _, grad in pairs])
+            together: Leaves = tuple([grad for _, grad in pairs])
             if route is not None:
-                grads = copy_back(route, i, grads)
-            for (arrival, _), moved in zip(pairs, grads):
+                together = copy_back(route, i, together)
+            for (arrival, _), moved in zip(pairs, together):
                 arrival.add(moved)

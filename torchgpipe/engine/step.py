@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,18 +18,16 @@ from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.agenda import Agenda, agenda_of
 from torchgpipe.engine.aliases import Aliases, filling_aliases, weights_of
-from torchgpipe.engine.calls import Mechanisms, begin_step, make_calls
-from torchgpipe.engine.cell import Cell
+from torchgpipe.engine.cell import Arrival, Export, Source
 from torchgpipe.engine.copy import Route, copy_forward
-from torchgpipe.engine.cut import Arrival, CutGraph, Returned
 from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.function import refuse_transforms
+from torchgpipe.engine.graph import CutGraph
 from torchgpipe.engine.host_memory import HostMemory
-from torchgpipe.engine.kept import KeptGraph
+from torchgpipe.engine.layers_cell import LayersCell
+from torchgpipe.engine.layers_column import LayersColumn, Mechanisms, begin_step, make_columns
 from torchgpipe.engine.out_of_memory import facts_of
-from torchgpipe.engine.partition_call import PartitionCall
-from torchgpipe.engine.recomputation import Recomputation, may_need_grad
 from torchgpipe.engine.record import Listener
 from torchgpipe.engine.replicas import Replicas
 from torchgpipe.engine.resting import Rested, awake
@@ -47,9 +44,6 @@ __all__ = ["run_step"]
 
 #: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
 Finish: TypeAlias = Callable[[int, Batch], Tensor]
-
-#: Where the gradient of a tensor goes: the route to the cell before (None if the memory is shared), and the exit there.
-Source: TypeAlias = tuple[Route | None, Arrival]
 
 
 def run_step(
@@ -101,13 +95,13 @@ def run_step(
             joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
             views = tuple(map(tuple, views_of_each(partitions)))
             facts = facts_of(schedule, partitions, checkpointed, backward=backward)
-            agenda = agenda_of(tuple(map(tuple, program)), views, joins, backward=backward)
+            counts = tuple(checkpointed) if backward else ()
+            agenda = agenda_of(tuple(map(tuple, program)), views, joins, counts, backward=backward)
             columns = agenda.columns
             joined = [
                 Joined([partitions[k] for k in views]) if len(views) > 1 else partitions[views[0]] for views in columns
             ]
             devices = [devices[views[0]] for views in columns]
-            checkpointed = [checkpointed[views[0]] for views in columns]
             modules = [list(partition.modules()) for partition in joined]
             slots = [
                 (module, name, j)
@@ -129,7 +123,6 @@ def run_step(
                     inputs,
                     finish,
                     mechanisms,
-                    checkpointed,
                     backward,
                     listener,
                     aliases,
@@ -137,7 +130,7 @@ def run_step(
                     watches,
                 )
                 with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
-                    cells.run(Executor(cells, aliases, cells.ambient, facts), agenda)
+                    cells.run(Executor(cells, cells.ambient, facts, aliases), agenda)
                     return gather(), cells.entered()
 
         return with_gradients(aliases, work, replicas) if backward else work()[0]
@@ -162,7 +155,6 @@ class _MicroBatches:
         inputs: list[Batch],
         finish: Finish,
         mechanisms: Mechanisms,
-        checkpointed: Sequence[int],
         backward: bool,
         listener: Listener | None,
         aliases: Aliases,
@@ -171,15 +163,16 @@ class _MicroBatches:
     ) -> None:
         self._aliases, self.watches, self.listener = aliases, watches, listener
         self._m, self._n = len(inputs), len(partitions)
-        self._finish, self._checkpointed, self._backward = finish, checkpointed, backward
+        self._finish, self._backward = finish, backward
         self.ambient = Ambient()
         self._random_numbers = random_numbers
         self._has_rows = any([leaf is not None and leaf.numel() > 0 for leaf in inputs[0].leaves])
         self._recomputed = False
-        self._calls = make_calls(
+        self._columns = make_columns(
             partitions,
             devices,
             modules,
+            self._m,
             mechanisms,
             lambda device, owned: RandomStates(
                 device, owned, beside=False, between=True, generators=random_numbers.following(device)
@@ -189,15 +182,17 @@ class _MicroBatches:
             in_program=True,
             listener=listener,
         )
-        self.streams = [call.stream for call in self._calls]
-        self.partitions = [call.j for call in self._calls]
+        self.streams = [column.stream for column in self._columns]
+        self.partitions = [column.j for column in self._columns]
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
         self._skips: dict[tuple[int, SkipKey], tuple[Leaf | Rested, Source | None]] = {}
         #: Where each skip is popped.
-        self._poppers = {portal.key: j for j, call in enumerate(self._calls) for portal in call.receiving}
-        self._cells: dict[tuple[int, int], _StepCell] = {}
+        self._poppers = {portal.key: j for j, column in enumerate(self._columns) for portal in column.receiving}
+        self._cells: dict[tuple[int, int], LayersCell] = {}
+        #: The inputs of cells that run again, with their versions.
+        self._inputs_of: dict[tuple[int, int], tuple[Sequence[Leaf | Rested], list[int]]] = {}
 
     def _entering(self, batch: Batch) -> tuple[Batch, list[Leaf | Rested], list[Source | None]]:
         """Return an input whose leaves have no history."""
@@ -219,59 +214,72 @@ class _MicroBatches:
         executor.run(agenda, self.ambient)
         self._random_numbers.end(counts=self._has_rows, recomputes=self._recomputed)
 
-    def leaving(self, j: int) -> Sequence[Route]:
-        return self._calls[j].leaving
-
-    def place(self, j: int) -> int:
-        return self._calls[j].running
-
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
-        call, is_last = self._calls[j], j == self._n - 1
-        last = _LastCell(call, i, self._m, self._finish, self._backward) if is_last else None
-        cell = last or Cell(call, i, self._m)
+        """See `Front.forward`."""
+        column, is_last = self._columns[j], j == self._n - 1
+        last = _LastCell(i, column, j, self._finish, self._backward) if is_last else None
+        cell = last or LayersCell(i, column, j)
         try:
             batch, values, sources = self._values.pop((i, j))
-            leaves = _brought(call.arriving, i, values)
-            for portal in call.receiving:
+            leaves = _brought(column.arriving, i, values)
+            for portal in column.receiving:
                 skip, source = self._skips.pop((i, portal.key))
                 leaves += _brought(portal.route, i, [skip])
                 values.append(skip)
                 sources.append(source)
             cell.begin(batch)
-            with self._random_numbers.of(i, call.device):
+            with self._random_numbers.of(i, column.stream.device):
                 if not self._backward:
-                    with cell.recorded("forward"), torch.no_grad(), call.layers.exclusively():
+                    with column.recorded("forward", i), torch.no_grad(), column.layers.exclusively():
                         outputs = cell.compute(leaves)
-                    exits: Sequence[Arrival | None] = [None] * len(outputs)
+                    exports: Sequence[Export | None] = [None] * len(outputs)
                 else:
-                    step_cell = _StepCell(cell, j, sources, recomputes=recomputes and i < self._checkpointed[j])
-                    keep = partial(self._let_rest, values, leaves, Action("F", i, j), Action("B", i, j))
-                    outputs = step_cell.run(leaves, keep)
-                    if last is not None and step_cell.recomputes:
+                    cell.sources = [
+                        source for source, x in zip(sources, leaves) if source and x is not None and x.requires_grad
+                    ]
+                    outputs = self._run(cell, values, leaves, recomputes=recomputes)
+                    if last is not None and cell.recomputes:
                         last.differentiate_loss(outputs)
-                    self._cells[i, j], exits = step_cell, step_cell.exits
+                    self._cells[i, j], exports = cell, cell.exports
             if self._aliases.host_memory is not None:
-                self._aliases.verify_returned(outputs, call.where)
+                self._aliases.verify_returned(outputs, column.where)
             now = Action("F", i, j)
             if last is not None:
                 grads, last.grads = last.grads, ()
-                for end, grad in zip(exits, self._let_rest(grads, grads, now, Action("B", i, j))):
+                for end, grad in zip(exports, self._let_rest(grads, grads, now, Action("B", i, j))):
                     if end is not None:
                         end.add(grad)
                 return
-            width = len(outputs) - len(call.sending)
-            for portal, leaf, end in zip(call.sending, outputs[width:], exits[width:]):
+            width = len(outputs) - len(column.sending)
+            for portal, leaf, end in zip(column.sending, outputs[width:], exports[width:]):
                 (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
                 self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
-            route = self._calls[j + 1].arriving
+            route = self._columns[j + 1].arriving
             self._values[i, j + 1] = (
                 cell.end(()),
                 self._let_rest(outputs[:width], outputs[:width], now, Action("F", i, j + 1)),
-                [None if end is None else (route, end) for end in exits[:width]],
+                [None if end is None else (route, end) for end in exports[:width]],
             )
         except BaseException as error:
-            cell.failed(error, "forward")
+            column.note(error, i, "forward")
             raise
+
+    def _run(self, cell: LayersCell, values: Sequence[Leaf | Rested], leaves: Leaves, *, recomputes: bool) -> Leaves:
+        """Run the layers of a cell, keep the input of one that runs again, and return the outputs.
+
+        Args:
+            cell: the cell
+            values: the input as it has come, in host memory or not
+            leaves: the input where it is needed
+            recomputes: whether to run again, if there is anything to differentiate
+        """
+        i, j = cell.i, cell.number
+        recomputes = recomputes and cell.column.needs_grad(leaves)
+        outputs = cell.forward(leaves, recomputes=recomputes)
+        if recomputes:
+            kept = self._let_rest(values, leaves, Action("F", i, j), Action("B", i, j))
+            self._inputs_of[i, j] = kept, versions(_at_hand(kept))
+        return tuple([x if x is None else x.requires_grad_(end is not None) for x, end in zip(outputs, cell.exports)])
 
     def _let_rest(
         self, values: Sequence[Leaf | Rested], leaves: Sequence[Leaf], now: Action, until: Action
@@ -285,17 +293,44 @@ class _MicroBatches:
             for value, leaf in zip(values, leaves)
         ]
 
-    def cell(self, i: int, j: int, *, last: bool) -> _StepCell:
-        cell = self._cells.pop((i, j)) if last else self._cells[i, j]
-        self._recomputed |= cell.recomputes
-        return cell
+    def recompute(self, i: int, j: int) -> None:
+        """See `ProgramFront.recompute`.
 
-    def differentiating(self, i: int, j: int) -> AbstractContextManager[object]:
-        # A cell adds the notes itself: one phase is a recomputation.
+        Raises:
+            RuntimeError: the input of the cell was changed in place since.
+        """
+        kept, before = self._inputs_of.pop((i, j), ((), []))
+        if not before:
+            return  # There is nothing to differentiate.
+        self._recomputed = True
+        if versions(_at_hand(kept)) != before:
+            error = RuntimeError(
+                f"{self._columns[j].where} cannot be recomputed, because its input was changed in place after it ran, "
+                "perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
+                "checkpoint='never'"
+            )
+            self._columns[j].note(error, i, "recomputation")
+            raise error
+        self._cells[i, j].recompute(tuple([awake(leaf) for leaf in kept]))
+
+    def cell(self, i: int, j: int, *, last: bool) -> LayersCell:
+        """See `ProgramFront.cell`."""
+        return self._cells.pop((i, j)) if last else self._cells[i, j]
+
+    def differentiating(self, j: int) -> AbstractContextManager[object]:
+        """See `ProgramFront.differentiating`."""
         return self._random_numbers.backward(self.streams[j].device)
 
+    def leaving(self, j: int) -> Sequence[Route]:
+        """See `Front.leaving`."""
+        return self._columns[j].leaving
+
+    def place(self, j: int) -> int:
+        """See `Front.place`."""
+        return self._columns[j].running
+
     def cancel(self) -> None:
-        pass
+        """See `Front.cancel`."""
 
 
 def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Leaves:
@@ -309,7 +344,7 @@ def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
     return tuple([None if isinstance(value, Rested) else value for value in values])
 
 
-class _LastCell(Cell):
+class _LastCell(LayersCell):
     """A cell of the last partition, which computes the loss once.
 
     If the cell keeps its graph, the loss ends that. If it runs again, the loss has a graph of its own, which is
@@ -326,8 +361,8 @@ class _LastCell(Cell):
 
     __slots__ = ("_backward", "_finish", "grads")
 
-    def __init__(self, call: PartitionCall, i: int, m: int, finish: Finish, backward: bool) -> None:
-        super().__init__(call, i, m)
+    def __init__(self, i: int, column: LayersColumn, number: int, finish: Finish, backward: bool) -> None:
+        super().__init__(i, column, number)
         self._finish: Finish | None = finish
         self._backward = backward
         self.grads: Leaves = ()
@@ -346,7 +381,7 @@ class _LastCell(Cell):
         assert self._finish is not None
         finish, self._finish = self._finish, None
         can_need = [x is not None and x.requires_grad for x in outputs]
-        cut = CutGraph(self.call.device, self.call.by_itself)
+        cut = CutGraph(self.column.stream.device, self.column.by_itself)
         with torch.enable_grad():
             entered = iter(cut.enter(*[x.detach() for x, can in zip(outputs, can_need) if can and x is not None]))
             share = finish(self.i, self.end(tuple([next(entered) if can else x for x, can in zip(outputs, can_need)])))
@@ -357,10 +392,10 @@ class _LastCell(Cell):
             with (
                 filling_aliases(),
                 torch.autograd.set_multithreading_enabled(False),
-                self.call.ambient.without_autocast(),
+                self.column.ambient.without_autocast(),
             ):
                 edge, seed = get_gradient_edge(share), torch.ones_like(share)
-                grads = iter(cut.differentiate([edge], [seed], self.call.sink, lambda _: nullcontext()))
+                grads = iter(cut.differentiate([edge], [seed], self.column.sink, lambda _: nullcontext()))
         except BaseException as error:
             error.add_note("in the backward of the loss")
             raise
@@ -370,83 +405,3 @@ class _LastCell(Cell):
 def _of_its_own(grad: Leaf) -> Leaf:
     """Return a gradient that waits for backward, in memory that no later micro-batch adds to."""
     return grad.clone() if grad is not None and shares_memory(grad) else grad
-
-
-class _StepCell:
-    """A cell that is differentiated by a program.
-
-    Args:
-        cell: the cell
-        column: its column
-        sources: for each leaf of the input, where its gradient goes
-        recomputes: whether to keep the input only, and to run again at backward
-
-    Attributes:
-        exits: for each leaf of the output, where its gradient arrives; None if it needs none
-    """
-
-    __slots__ = ("_cell", "_column", "_leaves", "_needed", "_recomputes", "_run", "_sources", "_versions", "exits")
-
-    def __init__(self, cell: Cell, column: int, sources: Sequence[Source | None], *, recomputes: bool) -> None:
-        self._cell, self._column, self._sources, self._recomputes = cell, column, sources, recomputes
-        self._run: Recomputation | KeptGraph | None = None
-        #: The input, if the cell runs again.
-        self._leaves: Sequence[Leaf | Rested] = ()
-        #: For each leaf of the input, whether it requires grad.
-        self._needed: list[bool] = []
-        self.exits: list[Arrival | None] = []
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the cell will run again."""
-        return isinstance(self._run, Recomputation)
-
-    def run(self, leaves: Leaves, keep: Callable[[], Sequence[Leaf | Rested]]) -> Leaves:
-        """Run the cell, and return its outputs without their graph; ``requires_grad`` tells which need gradients.
-
-        Args:
-            leaves: the leaves of the input
-            keep: returns what to keep of them, if the cell runs again
-        """
-        if self._recomputes and self._cell.call.needs_grad(leaves):
-            self._run = Recomputation(self._cell)
-            with torch.no_grad():
-                outputs = self._run.first_run(leaves)
-            self._leaves = keep()
-            self._versions = versions(_at_hand(self._leaves))
-            needs = may_need_grad(leaves, outputs)
-        else:
-            self._run = KeptGraph(self._cell)
-            self._needed = [leaf is not None and leaf.requires_grad for leaf in leaves]
-            outputs = self._run.only_run(leaves)
-            needs = [x is not None and x.requires_grad for x in outputs]
-        self.exits = [Arrival(self._column) if need else None for need in needs]
-        return tuple([x if x is None else x.detach().requires_grad_(need) for x, need in zip(outputs, needs)])
-
-    def differentiate(self, *, split: bool, keep_graph: bool) -> Returned:
-        """See `ProgramCell.differentiate`."""
-        run, leaves = self._run, self._leaves
-        grads = tuple([None if end is None else end.total() for end in self.exits])
-        if not split:
-            self._run, self._leaves = None, ()
-        if run is None or all([grad is None for grad in grads]):
-            return []
-        if isinstance(run, Recomputation):
-            self._run, self._leaves = None, ()
-            if versions(_at_hand(leaves)) != self._versions:
-                raise RuntimeError(
-                    f"{self._cell.call.where} cannot be recomputed, because its input was changed in place after it "
-                    "ran, perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
-                    "checkpoint='never'"
-                )
-            run.second_run(tuple([awake(leaf) for leaf in leaves]))
-            result = run.differentiate(grads, runs_again=False)
-        else:
-            result = run.differentiate(grads, self._needed, split=split, keep_graph=keep_graph)
-        return [(*source, grad) for source, grad in zip(self._sources, result) if source and grad is not None]
-
-    def differentiate_weights(self) -> None:
-        """Run what a split `differentiate` has left, if anything."""
-        run, self._run = self._run, None
-        if isinstance(run, KeptGraph):
-            run.differentiate_weights()

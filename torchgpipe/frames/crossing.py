@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import is_checkpointed, memory_of, versions
+from torchgpipe.engine.cell import Cell
 from torchgpipe.engine.copy import copy_forward, mark_ready
-from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
@@ -48,7 +48,7 @@ class Crossing:
         shared: what all frames share
     """
 
-    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared) -> None:
+    def __init__(self, frame: Frame, cells: list[Cell], shared: Shared) -> None:
         self._frame = frame
         self._cells = cells
         self._columns = shared.columns
@@ -181,7 +181,7 @@ class Crossing:
             alias = self._copied(tensor.detach(), home)
             if records:
                 export = self._cells[home].export(tensor)
-                alias = self._cells[column].import_(self._columns.route(home, column), export, alias)
+                alias = self._cells[column].import_(alias, (self._columns.route(home, column), export))
                 if self._crossed is not None:
                     boundary = self._columns.members[home][-1], self._columns.members[column][0]
                     self._crossed.append(Crossed(*boundary, tuple(tensor.shape), tensor.dtype, tensor.nbytes))

@@ -22,12 +22,12 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
+from torchgpipe.engine.cell import Arrival, Cell, Export
+from torchgpipe.engine.column import Column
 from torchgpipe.engine.copy import Route
-from torchgpipe.engine.cut import Arrival
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.residence import watch
-from torchgpipe.frames.cell import Export, FrameCell
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import explain_compiler
@@ -35,7 +35,6 @@ from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
-from torchgpipe.model.state import note_changes
 from torchgpipe.model.values import each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
@@ -107,10 +106,15 @@ class MiniBatch:
         self._inputs: list[Arguments | None] = list(inputs)
         self._finish: Finish | None = finish
         self._ambient = Ambient()
-        self._cells = [
-            [FrameCell(i, j, columns, verifies=verified is not None, splits=splits) for j in range(self._n)]
-            for i in range(self._m if backward else 0)
+        of_cells = [
+            Column(j, label, stream, self._m, columns.listener, splits=splits)
+            for j, (label, stream) in enumerate(zip(columns.labels, columns.computing))
         ]
+        #: By micro-batch. Those that have been differentiated, and will not be again, are None.
+        self._cells: list[list[Cell | None]] = [
+            [Cell(i, column, j) for j, column in enumerate(of_cells)] for i in range(self._m if backward else 0)
+        ]
+        self._verifies = verified is not None
         #: The tensors among the caller's arguments, with their versions.
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
@@ -122,7 +126,7 @@ class MiniBatch:
     # ------------------------------------------------------------------------------------------------- the program
 
     def _executor(self) -> Executor:
-        return Executor(self, self.aliases, self._ambient, self._facts)
+        return Executor(self, self._ambient, self._facts, self.aliases)
 
     def run(self) -> None:
         """Run the whole program.
@@ -212,7 +216,8 @@ class MiniBatch:
         """Yield the leaves that the graphs of all cells end in."""
         for cells in self._cells:
             for cell in cells:
-                yield from cell.leaves()
+                if cell is not None:
+                    yield from cell.leaves()
 
     def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
         """Yield the inputs that require grad, each a part of an argument, with their gradients, and forget these."""
@@ -248,7 +253,7 @@ class MiniBatch:
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i
-        cells = self._cells[i] if self._cells else []
+        cells = [cell for cell in self._cells[i] if cell is not None] if self._cells else []
         taken, self._inputs[i] = self._inputs[i], None
         assert taken is not None
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
@@ -272,7 +277,7 @@ class MiniBatch:
         # In a thread of its own, a frame does not run in the modes of a worker.
         with watch(self.aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
             traveller.run(model, finish)
-        for j, cell in enumerate(cells):
+        for j, cell in enumerate(cells if self._verifies else []):
             cell.span = frame.span(j)
 
     def _cut(self, i: int, tensor: Tensor) -> Tensor:
@@ -283,27 +288,30 @@ class MiniBatch:
             if entered is tensor:
                 return import_
         source = Arrival()
-        import_ = self._cells[i][0].import_(None, source, tensor.detach())
+        first = self._cells[i][0]
+        assert first is not None
+        import_ = first.import_(tensor.detach(), (None, source))
         self._entered[i].append((tensor, source, import_))
         return import_
 
     # ---------------------------------------------------------------------------------------------------- backward
 
-    def cell(self, i: int, j: int, *, last: bool) -> FrameCell:
-        """See `Front.cell`."""
-        return self._cells[i][j]
+    def recompute(self, i: int, j: int) -> None:
+        """See `ProgramFront.recompute`. Modules run again by themselves, when their backward comes."""
+
+    def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
+        """See `ProgramFront.cell`."""
+        cell = self._cells[i][j]
+        if last:
+            self._cells[i][j] = None
+        return cell
 
     @contextmanager
-    def differentiating(self, i: int, j: int) -> Iterator[None]:
-        """See `Front.differentiating`."""
+    def differentiating(self, j: int) -> Iterator[None]:
+        """See `ProgramFront.differentiating`."""
         visitor = visiting(RecomputationVisitor(self._shared, j)) if self._threads is not None else nullcontext()
-        try:
-            with self.random_numbers.backward(self._columns.devices[j]), visitor:
-                yield
-        except BaseException as error:
-            error.add_note(f"{self._where(i, j)}, during backward")
-            note_changes(error)
-            raise
+        with self.random_numbers.backward(self._columns.devices[j]), visitor:
+            yield
 
     def _where(self, i: int, j: int) -> str:
         return f"micro-batch {i} of {self._m}, {self._columns.labels[j]}"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import has_gradient_hooks, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.engine.cell import Export
 from torchgpipe.engine.function import Function
-from torchgpipe.frames.cell import Export
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
 from torchgpipe.model.values import each, mapped

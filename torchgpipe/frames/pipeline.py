@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
 from torchgpipe.engine.aliases import Aliases, Slot, weights_of
+from torchgpipe.engine.cell import Export
 from torchgpipe.engine.delivery import with_gradients
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.host_memory import HostMemory
@@ -22,7 +23,6 @@ from torchgpipe.engine.label import labelled
 from torchgpipe.engine.out_of_memory import MiniBatchFacts
 from torchgpipe.engine.record import Place, Recorder
 from torchgpipe.engine.residence import OnDemand
-from torchgpipe.frames.cell import Export
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
 from torchgpipe.frames.glue import explain_compiler

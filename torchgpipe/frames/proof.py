@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.engine.aliases import Aliases
-from torchgpipe.frames.cell import Export
+from torchgpipe.engine.cell import Export
 from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
 from torchgpipe.frames.loss import MicroBatchLoss

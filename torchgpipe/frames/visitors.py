@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import versions, without_function_mode
-from torchgpipe.frames.cell import FrameCell
+from torchgpipe.engine.cell import Cell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
@@ -50,7 +50,7 @@ class Traveller:
         owner: the identity of the pipeline
     """
 
-    def __init__(self, frame: Frame, cells: list[FrameCell], shared: Shared, rest: FrameRest | None) -> None:
+    def __init__(self, frame: Frame, cells: list[Cell], shared: Shared, rest: FrameRest | None) -> None:
         self.frame, self.owner = frame, shared.owner
         self._shared, self._columns, self._rest = shared, shared.columns, rest
         self._keep = None if rest is None else rest.keep

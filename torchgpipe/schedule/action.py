@@ -6,10 +6,13 @@ A *cell* (i, j) is micro-batch i on partition j. An action computes a part of a 
     B   backward
     I   the first half of backward: the gradient of the cell's input
     W   the second half of backward: the gradients of the cell's weights
+    R   the recomputation of a cell that has left no graph; it needs no gradient, so it can be done before that is there
 
-A program splits the backward of a cell into I and W, or runs all of it as B. The lists alone tell what an action needs:
+A program splits the backward of a cell into I and W, or runs all of it as B. It has no R: a pipeline adds R before the
+backward of each cell that it recomputes. The lists alone tell what an action needs:
 
     F(i, j) needs F(i, j-1);   B or I (i, j) needs F(i, j) and the B or I of (i, j+1);   W(i, j) needs I(i, j)
+    R(i, j) needs F(i, j)
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Action", "Kind", "Program", "at_once", "in_order", "needs", "splits_of", "verify"]
+__all__ = ["Action", "Kind", "Program", "at_once", "in_order", "needs", "splits_of", "verify", "with_recomputation"]
 
-Kind: TypeAlias = Literal["F", "B", "I", "W"]
+Kind: TypeAlias = Literal["F", "B", "I", "W", "R"]
 
 
 class Action(NamedTuple):
@@ -58,6 +61,8 @@ def needs(action: Action, splits: Mapping[tuple[int, int], bool], n: int) -> Ite
     elif kind == "F":
         if j > 0:
             yield Action("F", i, j - 1)
+    elif kind == "R":
+        yield Action("F", i, j)
     else:
         yield Action("F", i, j)
         if j < n - 1:
@@ -77,6 +82,29 @@ def at_once(program: Program) -> set[tuple[int, int]]:
         for (kind, i, j), after in pairwise(actions)
         if kind == "F" and after[1:] == (i, j)
     }
+
+
+def with_recomputation(program: Program, counts: Sequence[int]) -> list[list[Action]]:
+    """Return a program with an R before the backward of each cell that is recomputed.
+
+    Args:
+        program: a list of actions for each device
+        counts: for each partition, how many micro-batches, from the first on, are recomputed, unless backward follows
+            forward on the device
+    """
+    kept = at_once(program) if any(counts) else set()
+    return [
+        [
+            done
+            for kind, i, j in actions
+            for done in (
+                [Action("R", i, j), Action(kind, i, j)]
+                if kind in ("B", "I") and i < counts[j] and (i, j) not in kept
+                else [Action(kind, i, j)]
+            )
+        ]
+        for actions in program
+    ]
 
 
 def in_order(program: Program) -> Iterator[tuple[Action, int, list[tuple[Action, bool]]]]:

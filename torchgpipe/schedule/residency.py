@@ -172,7 +172,7 @@ def _gradients(actions: Sequence[Action]) -> list[Stay]:
     """Return the stays of the gradients on one device."""
     stays: dict[int, Stay] = {}
     for k, action in enumerate(actions):
-        if action.kind != "F":
+        if action.kind not in ("F", "R"):
             began = stays.get(action.j)
             stays[action.j] = Stay(action.j, k - 1, k, k) if began is None else began._replace(last=k)
     return sorted(stays.values(), key=lambda stay: stay.last)

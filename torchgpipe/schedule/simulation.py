@@ -19,7 +19,7 @@ from torchgpipe.schedule.action import Action, Kind, Program, in_order
 __all__ = ["COSTS", "Simulation", "changes", "simulate"]
 
 #: The usual rule of thumb: backward takes twice the time of forward, half of it for the weights.
-COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "R": 1.0}
 
 
 class Simulation(NamedTuple):
@@ -91,6 +91,8 @@ def changes(action: Action, memory: Sequence[float] | None, waiting: Sequence[fl
     waits = 0.0 if waiting is None else waiting[j]
     if kind == "F":
         return unit, 0.0
+    if kind == "R":
+        return 0.0, 0.0
     return 0.0, waits if kind == "I" else -unit - (waits if kind == "W" else 0.0)
 
 

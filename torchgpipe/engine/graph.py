@@ -31,54 +31,19 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import sequence_number
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.engine.copy import Route
 from torchgpipe.engine.function import Edge, Function
 from torchgpipe.engine.phony import get_phony
 from torchgpipe.engine.record import Kind
-from torchgpipe.engine.resting import Rested, awake
 from torchgpipe.engine.split_backward import SplitBackward, nodes_below
 
-__all__ = ["Arrival", "CutGraph", "Enter", "Heard", "Returned", "Sink", "differentiated_by_itself", "verify_complete"]
+__all__ = ["CutGraph", "Enter", "Sink", "Told", "differentiated_by_itself", "verify_complete"]
 
-#: Tells the listener of the mini-batch, if there is one, what runs in a ``with`` block.
-Heard: TypeAlias = Callable[[Kind], AbstractContextManager[None]]
+#: Tells the listener of the mini-batch, if there is one, what runs in a ``with`` block, and notes where it failed.
+Told: TypeAlias = Callable[[Kind], AbstractContextManager[None]]
 
 #: Differentiates a graph, as `accumulate` does: given where the graph is entered, the gradients there, the leaves whose
 #: gradients are wanted beside those of parameters, and whether the graph is kept.
 Sink: TypeAlias = Callable[[Sequence[Edge], Sequence[Tensor], Sequence[Tensor], bool], object]
-
-
-class Arrival:
-    """The gradients of a tensor that arrive from the cells that the tensor has entered.
-
-    Args:
-        column: the column of the cell that the tensor comes from; None if it is the caller's
-
-    Attributes:
-        column: see above
-    """
-
-    __slots__ = ("_grads", "column")
-
-    def __init__(self, column: int | None = None) -> None:
-        self.column = column
-        # Added up later: the stream of the cell may have to wait for them first.
-        self._grads: list[Tensor | Rested] = []
-
-    def add(self, grad: Leaf | Rested) -> None:
-        """Take a gradient that arrives."""
-        if grad is not None:
-            self._grads.append(grad)
-
-    def total(self) -> Leaf:
-        """Return the sum of the gradients that have arrived, and forget them."""
-        grads, self._grads = [awake(grad) for grad in self._grads], []
-        return functools.reduce(torch.add, grads) if grads else None
-
-
-#: Gradients on their way to other cells: for each, the route back (None if the memory is shared), where it arrives, and
-#: the gradient.
-Returned: TypeAlias = list[tuple[Route | None, Arrival, Tensor]]
 
 
 class CutGraph:
@@ -111,7 +76,7 @@ class CutGraph:
         edges: Sequence[Edge],
         grads: Sequence[Tensor],
         sink: Sink,
-        heard: Heard,
+        told: Told,
         *,
         split: bool = False,
         keep_graph: bool = False,
@@ -122,7 +87,7 @@ class CutGraph:
             edges: the exits at which gradients have arrived
             grads: these gradients
             sink: takes the gradients of the parameters
-            heard: tells the listener
+            told: tells the listener
             split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
             keep_graph: whether the graph will be differentiated again
 
@@ -138,21 +103,21 @@ class CutGraph:
         outer = self._entrance.open()
         try:
             if halves is not None and halves.is_possible:
-                with heard("backward of the input"):
+                with told("backward of the input"):
                     halves.differentiate_inputs(grads)
                 self._rest = halves.differentiate_weights
             else:
-                with heard("backward"):
+                with told("backward"):
                     sink(edges, grads, (self.leaf,) if count else (), keep_graph)
         finally:
             taken = self._entrance.close(outer)
         return [taken.get(k) for k in range(count)]
 
-    def differentiate_weights(self, heard: Heard) -> None:
+    def differentiate_weights(self, told: Told) -> None:
         """Run what a split `differentiate` has left, if anything."""
         rest, self._rest = self._rest, None
         if rest is not None:
-            with heard("backward of the weights"):
+            with told("backward of the weights"):
                 rest()
 
 
