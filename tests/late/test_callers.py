@@ -126,3 +126,19 @@ def test_an_interrupt_of_a_recomputation_reaches_the_caller(devices: list[str]) 
             model(torch.ones(2, 4)).sum().backward()
         interrupts = False
         model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_partition_whose_output_is_on_the_host(checkpoint: str) -> None:
+    """Its node runs in the caller's thread, and the graph of the cell in that of its device: the gradient of an input
+    was taken for one that something else had differentiated."""
+
+    def gradients(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x.cpu()), nn.Tanh()).double()
+        model = GPipe(layers, [2, 1], devices=[device, device], chunks=2, checkpoint=checkpoint)
+        x = torch.linspace(-2, 2, 16, dtype=torch.float64).reshape(4, 4).requires_grad_()
+        model(x).sum().backward()
+        return [one.grad.cpu() for one in (x, *layers.parameters()) if one.grad is not None]
+
+    assert all(map(torch.equal, gradients("late:0"), gradients("cpu")))

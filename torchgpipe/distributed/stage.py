@@ -18,7 +18,6 @@ from torch.distributed.pipelining import PipelineStage
 from torchgpipe.devices.stream import Streams
 from torchgpipe.distributed.boundary import Boundary
 from torchgpipe.engine.autograd import Mode, pass_through
-from torchgpipe.engine.layers_cell import LayersCell
 from torchgpipe.engine.layers_column import LayersColumn
 from torchgpipe.engine.portal import Portal
 from torchgpipe.model.microbatch import Batch
@@ -108,7 +107,7 @@ class WiredPartition(nn.Module):
         number, call = int(i), self._call
         batch = call.inputs[number] if self._arriving is None else self._arriving.unpack(number, wires)
         mode: Mode = "checkpoint" if number < call.checkpoint_stop else "plain"
-        batch, _ = pass_through(LayersCell(number, self._column), batch, None, mode)
+        batch, _ = pass_through(self._column, number, batch, None, mode)
         if self._last:
             return call.finish(number, batch)
         return self._leaving.pack(number, batch)

@@ -31,7 +31,7 @@ from torchgpipe.engine.dependency import fork, join
 from torchgpipe.engine.execute import Executor
 from torchgpipe.engine.function import refuse_transforms
 from torchgpipe.engine.layers_cell import LayersCell
-from torchgpipe.engine.layers_column import Mechanisms, begin_step, make_columns
+from torchgpipe.engine.layers_column import LayersColumn, Mechanisms, begin_step, make_columns
 from torchgpipe.engine.nodes import CellNode, Recompute
 from torchgpipe.engine.out_of_memory import facts_of
 from torchgpipe.engine.portal import Portal
@@ -149,8 +149,8 @@ class ForwardPass:
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`."""
-        cell = LayersCell(i, self._columns[j], j)
-        self._batches[i], self._lanes[j] = pass_through(cell, self._batches[i], self._lanes[j], self._mode(i, j))
+        batch, lane = self._batches[i], self._lanes[j]
+        self._batches[i], self._lanes[j] = pass_through(self._columns[j], i, batch, lane, self._mode(i, j))
 
     def leaving(self, j: int) -> Sequence[Route]:
         """See `Front.leaving`."""
@@ -164,11 +164,12 @@ class ForwardPass:
         """See `Front.cancel`."""
 
 
-def pass_through(cell: LayersCell, batch: Batch, lane: Lane, mode: Mode) -> tuple[Batch, Lane]:
+def pass_through(column: LayersColumn, i: int, batch: Batch, lane: Lane, mode: Mode) -> tuple[Batch, Lane]:
     """Take a micro-batch from the output of the partition before to the output of this one.
 
     Args:
-        cell: micro-batch i in column j
+        column: column j
+        i: the micro-batch
         batch: the output of column j-1, on its device
         lane: the lane that the cell (i-1, j) has left
         mode: how the cell runs, if it has anything to differentiate
@@ -179,51 +180,49 @@ def pass_through(cell: LayersCell, batch: Batch, lane: Lane, mode: Mode) -> tupl
     Raises:
         Exception: what a layer raises, with a note of the cell.
     """
-    column = cell.column
     try:
         skips = batch.skips
         if column.arriving is not None:
-            batch = batch.replace(copy(column.arriving, cell.i, batch.leaves))
+            batch = batch.replace(copy(column.arriving, i, batch.leaves))
         if skips and column.receiving:
-            batch = _receive(column.receiving, cell.i, batch, skips)
+            batch = _receive(column.receiving, i, batch, skips)
         if mode != "plain" and column.needs_grad(batch.leaves):
-            batch, lane = _pass_with_node(cell, batch, lane, recomputes=mode == "checkpoint")
+            batch, lane = _pass_with_node(column, i, batch, lane, recomputes=mode == "checkpoint")
         else:
-            batch, lane = _pass_plain(cell, batch, lane)
+            batch, lane = _pass_plain(column, i, batch, lane)
         if column.sending:
             skips = {} if skips is None else skips
             batch = _send(column.sending, batch, skips)
         batch.skips = skips
         return batch, lane
     except BaseException as error:
-        column.note(error, cell.i, "forward")
+        column.note(error, i, "forward")
         raise
 
 
-def _pass_plain(cell: LayersCell, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
+def _pass_plain(column: LayersColumn, i: int, batch: Batch, lane: Lane) -> tuple[Batch, Lane]:
     """Let a cell be a part of the caller's graph, or of no graph."""
-    column = cell.column
     column.random.forget()
     if lane is not None and _tie(batch, [lane]):
         lane = None
-    with column.recorded("forward", cell.i), column.layers.exclusively():
+    with column.recorded("forward", i), column.layers.exclusively():
         output = column.run_layers(batch)
     if lane is not None and _tie(output, [lane]):
         # No input required grad. The output does nearly as well: the engine takes this cell's nodes before
         # those of the cell before it, which the same thread has created earlier.
         lane = None
     if column.leaving:
-        output = output.replace(wait(column.leaving, cell.i, output.leaves))
-    if column.lane_device is not None and lane is None and cell.i < column.m - 1:
+        output = output.replace(wait(column.leaving, i, output.leaves))
+    if column.lane_device is not None and lane is None and i < column.m - 1:
         output, lane = _branch(output)
     return output, lane
 
 
-def _pass_with_node(cell: LayersCell, batch: Batch, lane: Lane, *, recomputes: bool) -> tuple[Batch, Lane]:
+def _pass_with_node(column: LayersColumn, i: int, batch: Batch, lane: Lane, *, recomputes: bool) -> tuple[Batch, Lane]:
     """Let a cell be a node of the caller's graph."""
-    column = cell.column
     if not recomputes:
         column.random.forget()
+    cell = LayersCell(i, column)
     cell.begin(batch)
     leaves: Leaves = CellNode.apply(cell, recomputes, lane, column.gradients.phony, *batch.leaves)
     phony = None
@@ -232,10 +231,10 @@ def _pass_with_node(cell: LayersCell, batch: Batch, lane: Lane, *, recomputes: b
         leaves = tuple(rest)
     node: Any = None if phony is None else phony.grad_fn
     if column.leaving:
-        leaves = wait(column.leaving, cell.i, leaves)
+        leaves = wait(column.leaving, i, leaves)
     if phony is not None and recomputes:
         phony = Recompute.apply(node, phony)
-    elif cell.i == column.m - 1:
+    elif i == column.m - 1:
         phony = None  # Nothing of this device is differentiated before it.
     return cell.end(leaves), phony
 

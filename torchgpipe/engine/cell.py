@@ -98,7 +98,7 @@ class Cell:
 
     def __init__(self, i: int, column: Column, number: int) -> None:
         self.i, self.column, self.number = i, column, number
-        self._graph: CutGraph | None = CutGraph(column.stream.device, column.by_itself)
+        self._graph: CutGraph | None = None
         self.exports: list[Export | None] = []
         self._known: dict[tuple[int, int], Export] = {}
         self.sources: list[Source] = []
@@ -106,12 +106,18 @@ class Cell:
 
     def import_(self, tensor: Tensor, source: Source) -> Tensor:
         """Return a tensor of another cell without its history, at the beginning of this graph."""
-        assert self._graph is not None
         self.sources.append(source)
-        return self._graph.enter(tensor)[0]
+        return self._begun().enter(tensor)[0]
+
+    def _begun(self) -> CutGraph:
+        """Return the graph, which begins with the first tensor that is imported, or is asked for here."""
+        if self._graph is None:
+            self._graph = CutGraph(self.column.stream.device, self.column.by_itself)
+        return self._graph
 
     def export(self, tensor: Tensor) -> Export:
         """Return the export of a tensor that requires grad; a tensor has one, however many cells take it."""
+        self._begun()
         edge = get_gradient_edge(tensor)
         key = (id(edge.node), edge.output_nr)
         if key not in self._known:
@@ -148,9 +154,11 @@ class Cell:
             for end, grad in zip(exports, grads)
             if end is not None and end.edge is not None and grad is not None
         ]
-        if not pairs or self._graph is None:
+        graph = self._graph
+        self._begin_differentiation()
+        if not pairs or graph is None:
             return []
-        return self._graph.differentiate(
+        return graph.differentiate(
             [edge for edge, _ in pairs],
             [grad for _, grad in pairs],
             self.column.sink,
@@ -158,6 +166,9 @@ class Cell:
             split=split and self.column.splits,
             keep_graph=keep_graph,
         )
+
+    def _begin_differentiation(self) -> None:
+        """Do what must be done before the first node of the graph runs."""
 
     def differentiate_weights(self) -> None:
         """Run what a split `differentiate` has left, if anything."""

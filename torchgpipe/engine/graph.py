@@ -146,6 +146,9 @@ class _Entrance:
             RuntimeError: the gradients do not come from the exits of the cell.
         """
         taken = self._taken.get(get_ident())
+        if taken is None and len(self._taken) == 1:
+            # In a backward pass of the caller, the nodes of another device run in that device's thread.
+            (taken,) = self._taken.values()
         if taken is None:
             raise self._by_itself()
         for k, grad in enumerate(grads, first):

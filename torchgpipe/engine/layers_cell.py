@@ -22,7 +22,6 @@ from torchgpipe.devices.torch_internals import current_pass, forget_parametrizat
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.engine.cell import Cell, Export
 from torchgpipe.engine.function import Edge
-from torchgpipe.engine.graph import CutGraph
 from torchgpipe.engine.layers_column import LayersColumn
 from torchgpipe.engine.split_backward import nodes_below
 from torchgpipe.model.microbatch import Batch
@@ -79,7 +78,7 @@ class LayersCell(Cell):
         """
         with self.column.recorded("forward", self.i), torch.set_grad_enabled(not recomputes):
             if recomputes:
-                self._graph, self._run = None, Run(self.column.layers, leaves)
+                self._run = Run(self.column.layers, leaves)
                 outputs = self._run.first(partial(self.compute, leaves))
                 if self._run.is_compared:
                     self._run.note(outputs)
@@ -98,10 +97,10 @@ class LayersCell(Cell):
 
     def _entered(self, leaves: Leaves) -> Leaves:
         """Return an input at the beginning of the graph, as far as it requires grad."""
-        assert self._graph is not None
+        graph = self._begun()
         # Detached, or the graph would go on into that of whoever has computed them.
         trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
-        entered = iter(self._graph.enter(*trained) if trained else ())
+        entered = iter(graph.enter(*trained) if trained else ())
         return tuple([next(entered) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves])
 
     # ---------------------------------------------------------------------------------------------------- backward
@@ -137,8 +136,7 @@ class LayersCell(Cell):
 
     def _recompute(self, leaves: Leaves) -> None:
         assert self._run is not None
-        column = self.column
-        self._graph = CutGraph(column.stream.device, column.by_itself)
+        self._graph, column = None, self.column  # Another pass, inside of which this one is, may have left a graph.
         # A program may hold generators for this backward, which the caller's settings do not know of.
         locks = own_locks() if column.in_program else nullcontext()
         # The engine enters no device for a node whose outputs are on the host.
@@ -168,6 +166,10 @@ class LayersCell(Cell):
                 if end is not None:
                     end.edge = None
 
+    def _begin_differentiation(self) -> None:
+        # A hook may start another pass through this cell, which runs again for that.
+        self.drop_graph()
+
     def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
         """Differentiate the graph; see `Cell.differentiate`.
 
@@ -182,10 +184,7 @@ class LayersCell(Cell):
                 if current_pass() >= 0 and any(map(will_run, _operations(edges))):
                     raise self.column.by_itself() from error
                 raise
-        try:
-            result = super().differentiate(grads)
-        finally:
-            self.drop_graph()
+        result = super().differentiate(grads)
         if not keep_graph:
             self._run.forget()  # The engine drops its part now as well.
         return result
