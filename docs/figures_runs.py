@@ -133,7 +133,7 @@ def graph(output: Tensor) -> list[tuple[Any, Any, bool]]:
 
 
 def kind_of(node: Any) -> str:
-    name: str = node.name()  # such as torch::autograd::AccumulateGrad, CatBackward0 and CheckpointBackward
+    name: str = node.name()  # such as torch::autograd::AccumulateGrad, CatBackward0 and CellNodeBackward
     return name.split("::")[-1].removesuffix("0").removesuffix("Backward")
 
 
@@ -141,9 +141,8 @@ def cell_of(node: Any) -> tuple[int, int]:
     """Return the micro-batch and the partition of a node, or of the node that its first input comes from."""
     if hasattr(node, "route"):
         return node.i, node.route.ends[1]
-    node = getattr(node, "checkpoint", node)
-    run = getattr(node, "recomputation", None) or getattr(node, "kept", None)
-    return cell_of(node.next_functions[0][0]) if run is None else (run.cell.i, run.cell.call.j)
+    cell = getattr(getattr(node, "node", node), "cell", None)
+    return cell_of(node.next_functions[0][0]) if cell is None else (cell.i, cell.column.j)
 
 
 def order() -> Picture:
@@ -152,11 +151,11 @@ def order() -> Picture:
     with clocked(model):
         edges = graph(model(torch.randn(3, 1, requires_grad=True)))
     places = {  # of a node in the column of its micro-batch
-        ("Checkpoint", 0): (0, 26, 106, FORWARD),
+        ("CellNode", 0): (0, 26, 106, FORWARD),
         ("Wait", 0): (0, 80, 60, COPY),
         ("Recompute", 0): (86, 80, 100, RECOMPUTATION),
         ("Copy", 1): (0, 134, 60, COPY),
-        ("Checkpoint", 1): (0, 188, 106, FORWARD),
+        ("CellNode", 1): (0, 188, 106, FORWARD),
         ("Recompute", 1): (86, 242, 100, RECOMPUTATION),
         ("Join", 1): (0, 242, 60, FAINT),
     }

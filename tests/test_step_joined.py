@@ -112,7 +112,7 @@ def test_a_value_between_joined_partitions_is_checked(columns: list[list[int]]) 
 def test_layers_may_have_the_names_of_attributes_of_joined_partitions() -> None:
     """These attributes were set behind the layers, and a step raised an error of torch about child modules."""
     names = [name for name in vars(Joined([GPipe(mlp(), [4]).partitions[0]])) if name not in vars(nn.Module())]
-    assert {"_at", "_parts"} <= {*names}
+    assert {"_runs", "_parts"} <= {*names}
     module = nn.Sequential(OrderedDict((name, nn.Linear(6, 6).double()) for name in names))
     stepping(module, ["cpu"] * len(names), checkpoint="never").step(*data())
 

@@ -1,6 +1,6 @@
 """A parameter with a listener receives each gradient once and whole; a captured tensor then raises an error.
 
-Listeners are hooks of parameters and of their nodes, `torch.autograd.grad`, ``backward(inputs=...)`` and
+Listeners are hooks of parameters, `torch.autograd.grad`, ``backward(inputs=...)`` and
 DistributedDataParallel.
 """
 
@@ -20,20 +20,6 @@ from tests.layers import Apply, Using
 from torchgpipe import GPipe
 
 
-def test_a_hook_of_a_node_is_called_once_with_the_whole_gradient(pipe: Pipe, checkpoint: str) -> None:
-    """It runs when the gradient has been added to ``.grad``. Other hooks are drawn by `test_transparency`."""
-    module, model = model_of(pipe, checkpoint)
-    heard: list[list[Tensor]] = [[] for _ in module.parameters()]
-    # A parameter does not keep its gradient node alive, and the hooks live on that node.
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in module.parameters()]
-    for node, parameter, log in zip(nodes, module.parameters(), heard):
-        node.register_hook(lambda *_, parameter=parameter, log=log: log.append(parameter.grad.clone()))
-    for steps in (1, 2):
-        model(batch()).square().sum().backward()
-        assert all(len(log) == steps for log in heard)
-        assert all(torch.equal(log[-1], parameter.grad) for log, parameter in zip(heard, module.parameters()))
-
-
 @pytest.mark.parametrize("run", ["backward", "step"])
 def test_hooks_of_a_parameter_that_got_no_gradient(pipe: Pipe, checkpoint: str, run: str) -> None:
     """The graph leads to all parameters of a partition that is recomputed, so PyTorch called the hooks of all.
@@ -46,19 +32,16 @@ def test_hooks_of_a_parameter_that_got_no_gradient(pipe: Pipe, checkpoint: str, 
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), switch, nn.Linear(WIDTH, WIDTH)).double()
     model = pipe(layers, [1, 2], chunks=CHUNKS, checkpoint=checkpoint, loss_fn=lambda y, _: y.sum(), reduce="mean")
     weight = switch.linear.weight
-    node: Any = torch.autograd.graph.get_gradient_edge(weight).node
     heard: list[str] = []
     weight.register_hook(lambda _: heard.append("before"))
-    node.register_prehook(lambda _: heard.append("before the node"))
     weight.register_post_accumulate_grad_hook(lambda _: heard.append("after"))
-    node.register_hook(lambda *_: heard.append("after the node"))
     for way in (0, 1, 0, 1):
         used.append(way)
         if run == "step":
             model.step(batch().detach())
         else:
             model(batch()).sum().backward()
-        assert heard == ["before", "before the node", "after", "after the node"] * way
+        assert heard == ["before", "after"] * way
         heard.clear()
 
 
@@ -72,14 +55,13 @@ def test_hooks_of_a_parameter_whose_output_the_next_partition_ignores(checkpoint
     weight = both.linear.weight
     weight.register_hook(heard.append)
     weight.register_post_accumulate_grad_hook(heard.append)
-    torch.autograd.graph.get_gradient_edge(weight).node.register_prehook(heard.append)
     with clocked(model) if separate else nullcontext():
         model(batch()).sum().backward()
     assert not heard
     assert weight.grad is None and layers[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "hook of the node", "grad", "inputs"])
+@pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "grad", "inputs"])
 def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
     pipe: Pipe, checkpoint: str, listens: str
 ) -> None:
@@ -92,13 +74,10 @@ def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
 
     weight = module[2].weight
-    node = torch.autograd.graph.get_gradient_edge(weight).node
     if listens == "hook":
         weight.register_hook(lambda grad: None)
     elif listens == "post-accumulate hook":
         weight.register_post_accumulate_grad_hook(lambda weight: None)
-    elif listens == "hook of the node":
-        node.register_hook(lambda *_: None)
     loss = model(batch()).sum()
 
     def differentiate() -> None:

@@ -209,12 +209,13 @@ class DistributedGPipe(nn.Module):
             prepared = self._prepare(input, mean, backward)
             gradients = StepGradients(self.parameters() if backward else [], processes.replica_group, self.device)
             try:
+                gradients.begin()
                 self._run(prepared, mean)
+                with processes.exchanging("the gradients of the replicas", processes.replica_group):
+                    gradients.end()
             except BaseException:
-                gradients.restore()
+                gradients.undo()
                 raise
-            with processes.exchanging("the gradients of the replicas", processes.replica_group):
-                gradients.reduce()
             loss = mean.sum().double()  # A process without the last stage does not know another dtype.
             processes.receive_from_last(loss, "the loss")
             processes.add_replicas(loss, "the loss of the replicas")

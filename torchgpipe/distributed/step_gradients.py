@@ -14,9 +14,7 @@ __all__ = ["StepGradients", "clip_grad_norm"]
 
 
 class StepGradients:
-    """The gradients of one step, kept apart from gradients of earlier steps.
-
-    Without replicas there is nothing to add up, and the gradients of earlier steps stay in ``.grad``.
+    """The gradients of one step, kept apart from those of earlier steps until the step has succeeded.
 
     Args:
         parameters: the parameters of this process
@@ -28,25 +26,29 @@ class StepGradients:
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
         self._group, self._device = group, device
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad] if group else []
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._before = [parameter.grad for parameter in self._parameters]
+
+    def begin(self) -> None:
+        """Set the gradients of earlier steps aside."""
         for parameter in self._parameters:
             parameter.grad = None
 
-    def reduce(self) -> None:
-        """Add up the gradients of all replicas, and add those of earlier steps."""
+    def end(self) -> None:
+        """Add up the gradients of all replicas, and add them to those of earlier steps."""
+        sums = [parameter.grad for parameter in self._parameters]
         if self._group is not None:
-            grads = [parameter.grad for parameter in self._parameters]
-            sums = add_gradients(self._parameters, grads, self._group, self._device)
-            for parameter, total in zip(self._parameters, sums):
-                parameter.grad = total
-        self.restore()
+            sums = add_gradients(self._parameters, sums, self._group, self._device)
+        for parameter, before, total in zip(self._parameters, self._before, sums):
+            if before is None or total is None:
+                parameter.grad = total if before is None else before
+            else:
+                parameter.grad = before.add_(total)
 
-    def restore(self) -> None:
-        """Add the gradients of this step to those of earlier steps, and put them back."""
+    def undo(self) -> None:
+        """Put the gradients of earlier steps back, without those of this step."""
         for parameter, before in zip(self._parameters, self._before):
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+            parameter.grad = before
 
 
 def clip_grad_norm(

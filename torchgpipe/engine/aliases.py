@@ -324,7 +324,8 @@ class Aliases:
 
     def _key_of(self, parameter: Tensor) -> int:
         """Return the key of the storage of any alias of a parameter."""
-        return next(storage_key(alias) for alias, owner in self._parameters.items() if owner is parameter)
+        known = list(self._parameters.items())  # In one call: the workers of other devices add to it.
+        return next(storage_key(alias) for alias, owner in known if owner is parameter)
 
     # --------------------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,8 @@ class Cell:
             for end, grad in zip(exports, grads)
             if end is not None and end.edge is not None and grad is not None
         ]
+        if split and not keep_graph:
+            self.exports, self._known = [], {}  # They would hold what only the first half of backward needs.
         graph = self._graph
         self._begin_differentiation()
         if not pairs or graph is None:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import gradient_hooks
+from torchgpipe.devices.torch_internals import has_gradient_hooks, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.function import accumulate, nodes_behind
-from torchgpipe.engine.gradients import refusal, sum_of
-from torchgpipe.engine.hooks import has_hooks
+from torchgpipe.engine.function import accumulate
+from torchgpipe.engine.gradients import sum_of
 from torchgpipe.engine.replicas import Replicas
 
 __all__ = ["with_gradients"]
@@ -44,6 +43,7 @@ def with_gradients(
     """
     delivery = _Delivery(aliases.trained)
     try:
+        delivery.begin()
         result, entered = work()
         sums = aliases.take()
         if replicas is not None and replicas.exist and sums:
@@ -74,21 +74,22 @@ class _Delivery:
         self._parameters = parameters
         self._before: list[Leaf] = [parameter.grad for parameter in parameters]
         #: The numbers of the parameters with hooks, or with a graph of their own.
-        self._heard = [
-            k
-            for k, (parameter, node) in enumerate(zip(parameters, nodes_behind(parameters)))
-            if not parameter.is_leaf or has_hooks(parameter, node)
-        ]
-        #: Gradients that hooks have seen added to in place, each with a copy.
+        self._heard = [k for k, one in enumerate(parameters) if not one.is_leaf or has_gradient_hooks(one)]
+        #: Gradients from before that the hooks have seen added to in place, each with a copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for parameter, before in zip(parameters, self._before):
+        heard = set(self._heard)
+        #: Gradients from before that no hook sees, with their versions.
+        self._quiet = [before for k, before in enumerate(self._before) if k not in heard]
+        self._versions = versions(self._quiet)
+
+    def begin(self) -> None:
+        """Set aside what was in ``.grad``."""
+        for parameter, before in zip(self._parameters, self._before):
             if before is not None:
                 parameter.grad = None
-        self._guards = [_guard(parameters[k]) for k in self._heard]
 
     def let_hooks_hear(self, sums: Sequence[Leaf]) -> None:
         """Let sums arrive at parameters with hooks as the gradients of one backward pass do."""
-        self._unguard()
         heard = [(self._parameters[k], sums[k]) for k in self._heard]
         for k in self._heard:
             before = self._before[k]
@@ -103,40 +104,27 @@ class _Delivery:
     @torch.no_grad()
     def end(self, sums: Sequence[Leaf]) -> None:
         """Add the sums of all other parameters to what was set aside; the last thing that may not fail."""
-        heard = set(self._heard)
+        heard, befores, totals = set(self._heard), list[Tensor](), list[Tensor]()
         for k, (parameter, before, total) in enumerate(zip(self._parameters, self._before, sums)):
             if k in heard:
                 continue
-            direct = parameter.grad  # of a parameter that a layer has captured
-            if direct is not None:
-                total = sum_of(direct, total)
+            total = sum_of(parameter.grad, total)  # The former is of a parameter that a layer has captured.
             if before is None:
                 parameter.grad = total
             elif total is not None and before.layout is torch.strided:
-                parameter.grad = before.add_(total)
+                parameter.grad = before
+                befores.append(before)
+                totals.append(total)
             else:
                 parameter.grad = sum_of(before, total)
+        if befores:
+            torch._foreach_add_(befores, totals)  # One call: Ctrl-C comes before all of it, or behind.
 
     def undo(self) -> None:
-        """Put everything back that was there at the beginning."""
-        self._unguard()
+        """Put everything back that was there at the beginning, unless `end` has added all sums."""
+        if versions(self._quiet) != self._versions:
+            return
         for parameter, before in zip(self._parameters, self._before):
             parameter.grad = before
         for before, copied in self._copies:
             before.detach().copy_(copied)
-
-    def _unguard(self) -> None:
-        for handle in self._guards:
-            handle.remove()
-
-
-def _guard(parameter: Tensor) -> Any:
-    """Refuse gradients that do not come from an alias, of which the hooks of a parameter would hear each part."""
-
-    def refuse(_: Tensor) -> None:
-        raise refusal(parameter)
-
-    handle: Any = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
-    hooks: Any = gradient_hooks(parameter)
-    hooks.move_to_end(handle.id, last=False)
-    return handle

@@ -209,6 +209,8 @@ class Executor:
             if cell is None:
                 return
             fresh, sources, grads = without_gradient(aliases.of(j)), cell.sources, list[Leaf]()
+            if not keep_graph:
+                cell.sources = []  # They lead to the graphs of earlier columns, which are to be freed before W comes.
             if kind == "W":
                 cell.differentiate_weights()
             else:

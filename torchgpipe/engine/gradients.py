@@ -23,10 +23,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, will_run
+from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, has_gradient_hooks, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.function import Edge, Function, accumulate, gradients, unshare, without_gradient
-from torchgpipe.engine.hooks import has_hooks, refuse_none, without_hooks
+from torchgpipe.engine.hooks import refuse_none, without_hooks
 from torchgpipe.engine.phony import get_phony
 
 __all__ = ["ParameterGradients", "add_to_grad", "refusal", "sum_of"]
@@ -45,7 +45,7 @@ class ParameterGradients:
         phony: an input of every cell that is differentiated here
     """
 
-    __slots__ = ("_ends", "_leaf", "_listens_always", "_owned", "_parameters", "_passes", "phony")
+    __slots__ = ("_leaf", "_listens_always", "_owned", "_parameters", "_passes", "phony")
 
     def __init__(
         self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device, *, replicated: bool
@@ -57,8 +57,8 @@ class ParameterGradients:
         leaf = get_phony(device).requires_grad_()
         self.phony: Tensor = Deliver.apply(self._passes, leaf, *parameters)
         node: Any = self.phony.grad_fn
-        # The nodes at which the gradients of the leaf and of the parameters arrive.
-        self._leaf, *self._ends = [end for end, _ in node.next_functions[-len(parameters) - 1 :]]
+        #: The node at which the gradient of the leaf arrives.
+        self._leaf = node.next_functions[-len(parameters) - 1][0]
 
     def differentiate(
         self, roots: Sequence[Edge], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, keep_graph: bool
@@ -94,8 +94,8 @@ class ParameterGradients:
         # A pass that names its inputs does not ask for the leaf.
         takes_all = will_run(self._leaf)
         if takes_all and not self._anything_listens():
-            for tensor, node in _captured(roots, [*leaves, *self._owned]):
-                if has_hooks(tensor, node):
+            for tensor in _captured(roots, [*leaves, *self._owned]):
+                if has_gradient_hooks(tensor):
                     raise refusal(tensor)
             return _Pass(None)
         is_asked = takes_all or will_run(self.phony.grad_fn)
@@ -106,7 +106,7 @@ class ParameterGradients:
         return (
             self._listens_always
             or any([parameter.requires_grad for parameter in self._owned[len(self._parameters) :]])
-            or any([has_hooks(parameter, end) for parameter, end in zip(self._parameters, self._ends)])
+            or any([has_gradient_hooks(parameter) for parameter in self._parameters])
         )
 
 
@@ -168,7 +168,7 @@ class Deliver(Function):
         if this is None or this.sums:  # Else nothing listens, or nothing of this is asked for.
             for (node, _), grad in zip(ctx.next_functions[-len(sums) :], sums):
                 if grad is None and type(node).__name__ == "AccumulateGrad":
-                    refuse_none(node.variable, node)
+                    refuse_none(node.variable)
         return None, None, *sums
 
 
@@ -245,16 +245,16 @@ def _refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: the gradient of that leaf would be lost, or arrive in parts where a hook listens.
     """
-    for tensor, _ in _captured(roots, known):
+    for tensor in _captured(roots, known):
         raise refusal(tensor)
 
 
-def _captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> Iterator[tuple[Tensor, Any]]:
-    """Yield the leaves that a graph ends in, with their nodes, but for phonies and what is known."""
+def _captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves that a graph ends in, but for phonies and what is known."""
     known_ids = set(map(id, known))
     for node in _nodes(roots):
         if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
-            yield node.variable, node
+            yield node.variable
 
 
 def _nodes(roots: Iterable[Edge]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Hooks of parameters: finding them, and keeping them from hearing parts of a gradient, or None.
+"""Hooks of parameters: keeping them from hearing parts of a gradient, or None.
 
 A cell differentiates a small graph of its own, which ends in the parameters, so PyTorch calls the hooks of a parameter
 there: with the gradient of one micro-batch. A hook must hear the gradient of the mini-batch, once.
@@ -6,6 +6,9 @@ there: with the gradient of one micro-batch. A hook must hear the gradient of th
 The caller's graph leads to all parameters of a partition, because which of them a checkpointed cell uses shows at
 backward only. PyTorch then calls the hooks of all. An optimizer that steps in a hook would move a layer without use.
 Without checkpointing, it leads to all outputs of a cell, though the next partition may use one of two.
+
+Hooks on the nodes at which gradients are accumulated cannot be listed; to look whether there is one leaves an empty
+hook behind, which takes the interpreter's lock at every later accumulation. They are not looked for.
 """
 
 from __future__ import annotations
@@ -20,32 +23,11 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import (
     current_pass,
     gradient_hooks,
-    has_gradient_hooks,
     hooks_behind_accumulation,
     versions,
 )
 
-__all__ = ["has_hooks", "refuse_none", "refuse_none_behind", "without_hooks"]
-
-
-def has_hooks(tensor: Tensor, node: Any) -> bool:
-    """Return whether Python is called when a gradient of ``tensor``, a leaf with this node, is accumulated."""
-    if has_gradient_hooks(tensor):
-        return True
-    return any([len(hooks) > 1 for hooks in _hooks_of_node(node)])
-
-
-def _hooks_of_node(node: Any) -> Iterator[dict[int, Callable[..., Any]]]:
-    """Yield the dicts of a node's hooks, before and after it runs, each with one more hook for the moment."""
-    for register in (node.register_hook, node.register_prehook):
-        # A node does not list its hooks, but a handle has the dict that holds all of them.
-        handle = register(_ignore)
-        yield handle.hooks_dict_ref()
-        handle.remove()
-
-
-def _ignore(*_: Any) -> None:
-    """Do nothing, as a hook."""
+__all__ = ["refuse_none", "refuse_none_behind", "without_hooks"]
 
 
 #: Whether this thread differentiates the graph of a cell.
@@ -53,14 +35,13 @@ _in_a_cell: ContextVar[bool] = ContextVar("torchgpipe_in_a_cell", default=False)
 
 
 class _Whole:
-    """A hook that hears whole gradients only. It takes the place of the hook in the dict of the tensor or node."""
+    """A hook that hears whole gradients only. It takes the place of the hook in the dict of the tensor."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
 
     def __call__(self, *heard: Any) -> Any:
-        arrived = heard[-1][0] if isinstance(heard[-1], tuple) else heard[-1]  # Hooks of nodes hear tuples.
-        return None if arrived is None or _in_a_cell.get() else self.hook(*heard)
+        return None if heard[-1] is None or _in_a_cell.get() else self.hook(*heard)
 
 
 class _Behind:
@@ -84,15 +65,13 @@ def _state(grad: Tensor | None) -> tuple[int, int]:
     return id(grad), versions([grad])[0]
 
 
-def refuse_none(parameter: Tensor, node: Any) -> None:
+def refuse_none(parameter: Tensor) -> None:
     """Let no hook of ``parameter`` run in this pass, unless a gradient arrives, perhaps from elsewhere.
 
     Args:
         parameter: a leaf that this pass has had no gradient for so far
-        node: its node
     """
-    for hooks in (gradient_hooks(parameter), *_hooks_of_node(node)):
-        _wrap(hooks, _Whole)
+    _wrap(gradient_hooks(parameter), _Whole)
     behind = hooks_behind_accumulation(parameter)
     _wrap(behind, _Behind)
     for hook in behind.values():
@@ -120,7 +99,7 @@ def refuse_none_behind(node: Any, grads: Sequence[Tensor | None]) -> None:
             continue
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad":
-            refuse_none(node.variable, node)
+            refuse_none(node.variable)
         pending += [behind for behind, _ in node.next_functions]
 
 

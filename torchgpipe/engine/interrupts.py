@@ -19,7 +19,10 @@ def uninterrupted(work: Callable[[], object]) -> None:
     """Do ``work``, all over again if a signal interrupts it, and raise the interrupt afterwards.
 
     Args:
-        work: may be repeated, and fails for no other reason
+        work: may be repeated
+
+    Raises:
+        BaseException: what has interrupted the work; or what the work raises itself, twice in a row
     """
     interrupt: BaseException | None = None
     while True:
@@ -27,7 +30,10 @@ def uninterrupted(work: Callable[[], object]) -> None:
             work()
             break
         except BaseException as error:
+            failed_again = isinstance(error, Exception) and type(error) is type(interrupt)
             interrupt = error
+            if failed_again:  # By itself: it would for ever.
+                break
     if interrupt is not None:
         try:
             raise interrupt

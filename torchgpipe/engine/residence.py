@@ -121,6 +121,7 @@ class Residence:
             self._leave(stay.j)
         self._upload(stays, k)
         if self._resting is not None:
+            self._resting.settle(action, self._streams[action.j])
             self._resting.leave(self._streams[action.j])
             self._prefetch(stays, k + 2)
 

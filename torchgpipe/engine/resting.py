@@ -122,6 +122,12 @@ class Rested:
                 self._there.copy_(self._host, non_blocking=True)
             self._arrived = arriving.mark()
 
+    def settle(self, computing: Stream) -> None:
+        """Give up the memory of an upload that nobody has asked for, behind the copy on the stream that computes."""
+        if self._there is not None:
+            computing.wait(self._arrived)
+            self.forget()
+
     def forget(self) -> None:
         """Give up the memory of an upload that nobody needs any more, when all copies are through."""
         self._there = self._arrived = None
@@ -168,6 +174,8 @@ class Resting:
         self._on: dict[torch.device, _Leaving] = {}
         #: What each action needs. Who needs it holds it; a second backward needs it again.
         self._needed: dict[_Half, list[weakref.ref[Rested]]] = {}
+        #: What has been prefetched for an action, which may turn out not to need it.
+        self._prefetched: dict[_Half, list[Rested]] = {}
 
     def begin(
         self,
@@ -243,6 +251,12 @@ class Resting:
             rested = ref()
             if rested is not None:
                 rested.come()
+                self._prefetched.setdefault(_half(action), []).append(rested)
+
+    def settle(self, action: Action, computing: Stream) -> None:
+        """Let the computation wait for uploads that an action has not needed, before their memory is given up."""
+        for rested in self._prefetched.pop(_half(action), ()) if action.kind != "R" else ():
+            rested.settle(computing)
 
     def leave(self, computing: Stream) -> None:
         """Give up, after an action, the memory of what has gone down meanwhile."""

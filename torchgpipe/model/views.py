@@ -10,12 +10,12 @@ The engine knows cells of views. Errors and timelines name the partitions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 
-from torchgpipe.devices.torch_internals import gradient_hooks, has_call_hooks, is_compiled
+from torchgpipe.devices.torch_internals import has_call_hooks, is_compiled
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 
@@ -79,47 +79,33 @@ class Joined(Partition):
         self._index = parts[0]._index
         # In a tuple, because a module would become a layer.
         self._parts = tuple(parts)
-        self._sources = [f"the output of {part._label}" for part in parts]
-        #: The position of the part that runs, forward or backward.
-        self._at = [0]
-        self._markers = [_marker(self._at, k) for k in range(len(parts))]
+        #: The part that runs forward; None while none does.
+        self._runs: list[Partition | None] = [None]
         for part in parts:  # Last, because a layer may have the name of one of these attributes.
             self._modules.update(part._modules)
 
     @property
     def _running(self) -> Partition:
-        return self._parts[self._at[0]]
+        return self._runs[0] or self._parts[0]
 
     @property
     def _label(self) -> str:
-        return self._running._label
+        """The part that runs forward, or else all of them: backward does not tell where it has come to."""
+        if self._runs[0] is not None:
+            return self._runs[0]._label
+        names, first, last = list(self._modules), self._parts[0], self._parts[-1]
+        return f"partitions {first._index} to {last._index} (layers '{names[0]}'..'{names[-1]}')"
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        self._at[0] = 0
-        value = self._parts[0].forward(*inputs, **keywords)
-        self._mark(0, value)
-        for k, part in enumerate(self._parts[1:], 1):
-            self._at[0] = k
+        first, *others = self._parts
+        self._runs[0] = first
+        value = first.forward(*inputs, **keywords)
+        for part in others:
+            Batch.of(value, f"the output of {self._label}")  # Refuses what is no value between partitions.
+            self._runs[0] = part
             value = part.forward(value)
-            self._mark(k, value)
+        self._runs[0] = None
         return value
-
-    def _mark(self, k: int, value: Any) -> None:
-        """Let backward note that it has come to part ``k``, which has returned ``value``."""
-        for leaf in Batch.of(value, self._sources[k]).leaves:
-            if leaf is not None and leaf.grad_fn is not None:
-                before = list(gradient_hooks(leaf))
-                leaf.register_hook(self._markers[k])  # type: ignore[no-untyped-call]
-                for number in before:  # The layers' own hooks on their output come later: they belong to part k.
-                    hooks = gradient_hooks(leaf)
-                    hooks[number] = hooks.pop(number)
-
-
-def _marker(at: list[int], k: int) -> Callable[[Any], None]:
-    def mark(_: Any) -> None:
-        at[0] = k
-
-    return mark
 
 
 def joinable(
