@@ -156,11 +156,9 @@ class Cell:
         ]
         if split and not keep_graph:
             self.exports, self._known = [], {}  # They would hold what only the first half of backward needs.
-        graph = self._graph
-        self._begin_differentiation()
-        if not pairs or graph is None:
+        if not pairs or self._graph is None:
             return []
-        return graph.differentiate(
+        return self._graph.differentiate(
             [edge for edge, _ in pairs],
             [grad for _, grad in pairs],
             self.column.sink,
@@ -168,9 +166,6 @@ class Cell:
             split=split and self.column.splits,
             keep_graph=keep_graph,
         )
-
-    def _begin_differentiation(self) -> None:
-        """Do what must be done before the first node of the graph runs."""
 
     def differentiate_weights(self) -> None:
         """Run what a split `differentiate` has left, if anything."""

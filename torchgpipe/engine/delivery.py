@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import has_gradient_hooks, versions
+from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.function import accumulate
-from torchgpipe.engine.gradients import sum_of
+from torchgpipe.engine.gradients import refusal, sum_of
 from torchgpipe.engine.replicas import Replicas
 
 __all__ = ["with_gradients"]
@@ -81,15 +81,18 @@ class _Delivery:
         #: Gradients from before that no hook sees, with their versions.
         self._quiet = [before for k, before in enumerate(self._before) if k not in heard]
         self._versions = versions(self._quiet)
+        self._guards: list[Any] = []
 
     def begin(self) -> None:
         """Set aside what was in ``.grad``."""
         for parameter, before in zip(self._parameters, self._before):
             if before is not None:
                 parameter.grad = None
+        self._guards += [_guard(self._parameters[k]) for k in self._heard]
 
     def let_hooks_hear(self, sums: Sequence[Leaf]) -> None:
         """Let sums arrive at parameters with hooks as the gradients of one backward pass do."""
+        self._unguard()
         heard = [(self._parameters[k], sums[k]) for k in self._heard]
         for k in self._heard:
             before = self._before[k]
@@ -122,9 +125,26 @@ class _Delivery:
 
     def undo(self) -> None:
         """Put everything back that was there at the beginning, unless `end` has added all sums."""
+        self._unguard()
         if versions(self._quiet) != self._versions:
             return
         for parameter, before in zip(self._parameters, self._before):
             parameter.grad = before
         for before, copied in self._copies:
             before.detach().copy_(copied)
+
+    def _unguard(self) -> None:
+        for handle in self._guards:
+            handle.remove()
+
+
+def _guard(parameter: Tensor) -> Any:
+    """Refuse gradients that do not come from an alias, of which the hooks of a parameter would hear each part."""
+
+    def refuse(_: Tensor) -> None:
+        raise refusal(parameter)
+
+    handle: Any = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+    hooks: Any = gradient_hooks(parameter)
+    hooks.move_to_end(handle.id, last=False)
+    return handle

@@ -40,13 +40,15 @@ class LayersCell(Cell):
         number: the number of the column among all columns
     """
 
-    __slots__ = ("_input", "_output", "_run")
+    __slots__ = ("_again", "_input", "_output", "_run")
 
     column: LayersColumn
 
     def __init__(self, i: int, column: LayersColumn, number: int = 0) -> None:
         super().__init__(i, column, number)
         self._run: Run | None = None
+        #: Of a second run, the leaves of its graph, and where the gradients of its outputs enter that graph.
+        self._again: tuple[list[Tensor], list[Edge | None]] | None = None
 
     def begin(self, batch: Batch) -> None:
         """Note the structure of the input, for `compute`."""
@@ -113,7 +115,7 @@ class LayersCell(Cell):
     @property
     def has_graph(self) -> bool:
         """Whether there is a graph to differentiate."""
-        return self._graph is not None
+        return self._run is None or self._again is not None
 
     def recompute(self, leaves: Leaves) -> None:
         """Run the layers again, with a graph, in the caller's settings.
@@ -130,23 +132,24 @@ class LayersCell(Cell):
             with self.column.recorded("recomputation", self.i):
                 self.column.ambient.run(self._recompute, leaves)
         except BaseException as error:
-            self.drop_graph()
             self.column.note(error, self.i, "recomputation")
             raise
 
     def _recompute(self, leaves: Leaves) -> None:
         assert self._run is not None
-        self._graph, column = None, self.column  # Another pass, inside of which this one is, may have left a graph.
+        column = self.column
+        # Detached, and so the leaves of a graph of their own: it needs no cut, because its input is kept anyway.
+        inputs = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in leaves])
         # A program may hold generators for this backward, which the caller's settings do not know of.
         locks = own_locks() if column.in_program else nullcontext()
         # The engine enters no device for a node whose outputs are on the host.
         with column.stream.use(), locks:
-            inputs = self._entered(leaves)
             outputs = self._run.second(partial(self.compute, inputs))
             self._run.compare(outputs)
         column.forget_casts()
-        for leaf in inputs:
-            if leaf is not None and leaf.requires_grad and not column.in_program:
+        trained = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
+        if not column.in_program:
+            for leaf in trained:
                 # Layers that hook their input have done so in the first run, too, whose input is in the caller's graph.
                 gradient_hooks(leaf).clear()
         if len(outputs) != len(self.exports):
@@ -154,38 +157,40 @@ class LayersCell(Cell):
                 f"{column.where} returned {len(outputs)} values in recomputation but {len(self.exports)} before; it "
                 "must do the same both times, or run with checkpoint='never'"
             )
-        for end, edge in zip(self.exports, _edges_of(outputs)):
-            if end is not None:
-                end.edge = edge
+        self._again = trained, _edges_of(outputs)
 
     def drop_graph(self) -> None:
-        """Drop the graph of the second run, which is not differentiated, or not any more."""
-        if self._run is not None:
-            self._graph = None
-            for end in self.exports:
-                if end is not None:
-                    end.edge = None
-
-    def _begin_differentiation(self) -> None:
-        # A hook may start another pass through this cell, which runs again for that.
-        self.drop_graph()
+        """Drop the graph of a second run, which will not be differentiated."""
+        self._again = None
 
     def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
         """Differentiate the graph; see `Cell.differentiate`.
 
         That of a second run is dropped: ``keep_graph`` says that there may be another second run.
         """
-        if self._run is None:
-            try:
-                return super().differentiate(grads, split=split, keep_graph=keep_graph)
-            except RuntimeError as error:
-                edges = [end.edge for end in self.exports if end is not None and end.edge is not None]
-                # The pass of the caller has freed it.
-                if current_pass() >= 0 and any(map(will_run, _operations(edges))):
-                    raise self.column.by_itself() from error
-                raise
-        result = super().differentiate(grads)
+        if self._run is not None:
+            return self._differentiate_again(grads, keep_graph)
+        try:
+            return super().differentiate(grads, split=split, keep_graph=keep_graph)
+        except RuntimeError as error:
+            edges = [end.edge for end in self.exports if end is not None and end.edge is not None]
+            # The pass of the caller has freed it.
+            if current_pass() >= 0 and any(map(will_run, _operations(edges))):
+                raise self.column.by_itself() from error
+            raise
+
+    def _differentiate_again(self, grads: Sequence[Leaf], keep_graph: bool) -> list[Leaf]:
+        if self._again is None:
+            return []
+        # A hook may start another pass through this cell, which runs again for that.
+        (leaves, edges), self._again = self._again, None
+        pairs = [(edge, grad) for edge, grad in zip(edges, grads) if edge is not None and grad is not None]
+        result: list[Leaf] = []
+        if pairs:
+            with self.told("backward"):
+                result = self.column.sink([edge for edge, _ in pairs], [grad for _, grad in pairs], leaves, False)
         if not keep_graph:
+            assert self._run is not None
             self._run.forget()  # The engine drops its part now as well.
         return result
 
