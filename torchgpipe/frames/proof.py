@@ -356,13 +356,9 @@ class FramesProof(Proof):
 
         with self._untouched(), pipeline.aliased(backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
-            try:
-                mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
+            mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
+            with self._refusing():
                 mini_batch.run_columns_forward()
-            except Exception as error:
-                if _is_ours(error) or is_of_compiler(error):
-                    raise
-                raise self._fails(error) from error
             where = f"when it leaves {settings.labels[-1]}; {_look(self._module)}"
             self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
             if loss is not None and apart.loss is not None:
@@ -371,7 +367,8 @@ class FramesProof(Proof):
             forward = buffers.changed()
             if self.comparison.is_equal and apart.gradients is not None:
                 gradients = _ColumnGradients(aliases, apart.gradients, self._names)
-                mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
+                with self._refusing():
+                    mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
                 faults = [(name, ours, self._of_gradient(j, name)) for name, (j, ours) in gradients.take().items()]
                 outside = prints(self._outside.take())
                 faults += [(name, ours, self._of_gradient(0, name)) for name, ours in outside.items()]
@@ -396,6 +393,16 @@ class FramesProof(Proof):
             return
         where = f"in evaluation, with a thread for each device; {_look(self._module)}"
         self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Refuse a model that fails in the pipeline only, in a ``with`` block."""
+        try:
+            yield
+        except Exception as error:
+            if _is_ours(error) or is_of_compiler(error):
+                raise
+            raise self._fails(error) from error
 
     def _fails(self, error: Exception) -> ValueError:
         return ValueError(

@@ -35,7 +35,7 @@ from torchgpipe.devices.torch_internals import (
     without_function_mode,
 )
 from torchgpipe.frames.layout import Part
-from torchgpipe.frames.operations import changes_shape, changes_values
+from torchgpipe.frames.operations import changes_in_place
 from torchgpipe.frames.twin import may_have_twin
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.values import each
@@ -140,7 +140,7 @@ class _Uses(TorchFunctionMode):
             self.last[id(tensor)] = self.now
             if id(tensor) in self.before:
                 self.first.setdefault(id(tensor), self.now)
-        if (changes_shape(func) or changes_values(func)) and not _assigns_itself(func, args):
+        if changes_in_place(func) and not _assigns_itself(func, args):
             self._refuse_changed(func, args[:1])
         elif "out" in kwargs:
             self._refuse_changed(func, kwargs["out"])

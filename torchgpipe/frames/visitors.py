@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import versions, without_function_mode
+from torchgpipe.devices.torch_internals import without_function_mode
 from torchgpipe.frames.cell import FrameCell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
-from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
+from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_in_place
 from torchgpipe.frames.rest import FrameRest
-from torchgpipe.model.state import apart
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "unobserved", "visiting"]
@@ -56,8 +54,6 @@ class Traveller:
         self._keep = None if rest is None else rest.keep
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns)
-        #: Copies of what modules keep, with the names of these.
-        self._copies: list[tuple[str, Tensor]] = []
         self._current_stream = ExitStack()
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
@@ -72,7 +68,6 @@ class Traveller:
                 self._current_stream.enter_context(self._columns.computing[0].use())
                 with self._glue if self._crossing.is_needed else nullcontext():
                     output = model()
-                    self._verify_copies()
                     with self._without_glue():
                         self.go_to(last, "the end")
                     self.frame.begin_work()
@@ -86,7 +81,7 @@ class Traveller:
         if len(self._columns.devices) == 1 or not self._crossing.is_needed:
             return value
         with self._without_glue():
-            return mapped(value, self._crossing.bring)
+            return mapped(value, self._crossing.import_tensor)
 
     def go_to(self, column: int, name: str) -> None:
         """Stop until it is the turn of ``column``.
@@ -123,7 +118,7 @@ class Traveller:
                 self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
-                bring = self._crossing.bring
+                bring = self._crossing.import_tensor
                 exchanged = Exchanged(args, kwargs, bring)
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
@@ -132,36 +127,13 @@ class Traveller:
             if door.is_encoder_layer and self._crossing.is_needed and not torch.is_grad_enabled():
                 _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
-            try:
-                output = door.call_module(args, kwargs, self._keep)
-                if exchanged is not None:
-                    exchanged.hand_over()
-                # Nearly all outputs have a graph, and so are made anew.
-                has_graph = isinstance(output, Tensor) and output.requires_grad
-                return output if has_graph else mapped(output, partial(self._apart, door))
-            finally:
-                self._crossing.note_changes()
-
-    def _apart(self, door: Door, tensor: Tensor) -> Tensor:
-        """Return a tensor that a module has returned, or a copy of what the module keeps; see `model.state`."""
-        self._crossing.note_made(tensor)
-        copy = apart(door.module, tensor)
-        if copy is not tensor:
-            self._copies.append((door.name, copy))
-        return copy
-
-    def _verify_copies(self) -> None:
-        """Check that the model has not changed a copy in place of what a module keeps.
-
-        Raises:
-            RuntimeError: it has, and the change would be lost.
-        """
-        for name, copy in self._copies:
-            if versions([copy]) != [0]:
-                raise RuntimeError(
-                    f"the model changes a tensor of shape {tuple(copy.shape)} in place that '{name}' keeps and has "
-                    f"returned, which would reach a copy only; let '{name}' itself change it"
-                )
+            output = door.call_module(args, kwargs, self._keep)
+            if exchanged is not None:
+                exchanged.hand_over()
+            if self._columns.copies:
+                for _, tensor in each(output):
+                    self._crossing.mark_made(tensor)
+            return output
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
@@ -288,7 +260,7 @@ class InOnePiece(TorchFunctionMode):
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **kwargs)
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
-        changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
+        changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_in_place(func) else ()
         devices = [self._columns.streams.device_of(tensor) for _, tensor in each(changed)]
         place = next((device for device in devices if device is not None and device in self._columns.devices), None)
         change = self._change if place is None else self._columns.copier(place)
