@@ -70,7 +70,7 @@ class Scratch(nn.Linear):
 
 def test_a_pipelined_model_whose_later_partition_uses_it_is_refused() -> None:
     module = chain(glued, Scratch(), *[nn.Linear(4, 4) for _ in range(3)])
-    with pytest.raises(ValueError, match="another micro-batch|on itself, and partition 1 uses it"):
+    with pytest.raises(ValueError, match="state that another micro-batch changes"):
         pipelined(module, torch.rand(2, 4), chunks=3, devices=DEVICES, balance="parameters")
 
 

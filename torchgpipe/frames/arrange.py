@@ -71,8 +71,6 @@ def arrange(
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)
     doors = _Doors(module, traces[0], partitions, columns)
-    doors.verify_stored()
-    doors.verify_drawn()
     recomputed = doors.recomputed(checkpoint)
     names = doors.coarser() | recomputed
     return Settings(
@@ -240,32 +238,6 @@ class _Doors:
             for name, _, _, tensor in tensors_of(self._module)
             if door_of(name, self._columns) is None
         }
-
-    def verify_stored(self) -> None:
-        """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
-        for stored in self._traced.stored:
-            (first, _), (last, user) = self._place_at(stored.first), self._place_at(stored.last)
-            if last > first:
-                where = f"'{stored.module}'" if stored.module else "the model"
-                raise ValueError(
-                    f"{where} keeps the tensor '{stored.attribute}' on itself, and partition {user} uses it, where it "
-                    "may be that of another micro-batch; return it, or give a balance that keeps it and its user "
-                    "together"
-                )
-
-    def verify_drawn(self) -> None:
-        """Raise if partitions share a generator of the model's own: micro-batches would draw in no certain order."""
-        users: dict[torch.Generator, tuple[int, int]] = {}
-        for generator, time in self._traced.drawn:
-            column, user = self._place_at(time)
-            first, first_user = users.setdefault(generator, (column, user))
-            if column != first:
-                raise ValueError(
-                    f"partitions {first_user} and {user} draw from one torch.Generator of the model, in no certain "
-                    "order, as they work at the same time; draw from PyTorch's own generator, for which each "
-                    "micro-batch has a seed, give each module a generator, or a balance that keeps those that share "
-                    "it in one partition"
-                )
 
     def coarser(self) -> dict[str, int]:
         """Return fewer doors: where all within a module lead to one column, a door of the module replaces them."""

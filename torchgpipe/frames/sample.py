@@ -70,6 +70,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
     on_meta = where.type == "meta"
     sample = sample.mapped(lambda tensor: tensor.detach().to(where), caches=False)
     with untouched(module), torch.no_grad():
+        known = {id(tensor): tensor for _, _, tensor in attributes(module)}
         try:
             traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
@@ -90,9 +91,8 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
                     "values the model looks at, such as attention_mask; later batches may have them"
                 )
             raise
-        before_kinds = {id(tensor) for _, _, tensor in attributes(module)}
         kinds = _kinds(module, sample, splitter)
-        kept = [tensor for _, _, tensor in attributes(module) if id(tensor) not in before_kinds]
+        keeps_tensors = any([id(tensor) not in known for _, _, tensor in attributes(module)])
     return Study(
         traces,
         splitter,
@@ -101,7 +101,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
         rules={},
         predicts_next=_names_a_causal_loss(module),
-        keeps_tensors=bool(kept) or any([traced.keeps_tensors for traced in traces]),
+        keeps_tensors=keeps_tensors,
         epsilon=traces[0].epsilon,
         on_meta=on_meta,
     )
