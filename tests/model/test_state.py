@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.frames.models import chain
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
+from torchgpipe.model import state
 
 DEVICES = ["cpu:0", "cpu:1"]
 
@@ -54,6 +55,17 @@ def test_a_later_partition_has_that_of_its_own_micro_batch(view: bool) -> None:
         assert torch.equal(model(x), expected)
     layers[0].seen.zero_()
     torch.testing.assert_close(model.step(x).to(x.dtype), expected.detach().mean())
+
+
+def test_attributes_are_walked_once_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each cell, if its last layer works in place and another one has a buffer."""
+    walked = []
+    monkeypatch.setattr(state, "attributes", lambda module: walked.append(module) or ())
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)]
+    model = GPipe(nn.Sequential(*layers), [3], devices=["cpu"], chunks=4).eval()
+    with torch.no_grad():
+        model(torch.rand(8, 4))
+    assert len(walked) == 1
 
 
 class Scratch(nn.Linear):

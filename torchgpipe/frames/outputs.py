@@ -151,7 +151,7 @@ class _Joiner:
         if any([type(value) is not type(first) for value in values]):
             raise _differs(path, [type(value).__name__ for value in values])
         if is_cache(first):
-            return _lazily_joined(values, self._sizes)
+            return CacheOfMicroBatches()
         path = path or "value"
         counts = self._kinds.get(path) == "counts"
         if counts or not all([_is_known_equal(value, first) for value in values]):
@@ -237,9 +237,9 @@ def are_equal(values: Sequence[Tensor]) -> bool:
     return not rest or bool(torch.stack([(tensor == first).all() for tensor in rest]).all())
 
 
-def _opened(values: Sequence[Any], *, caches: bool = False) -> list[Container] | None:
+def _opened(values: Sequence[Any]) -> list[Container] | None:
     """Open values; return None unless all are containers of one kind."""
-    opened = [container(value, caches=caches) for value in values]
+    opened = [container(value) for value in values]
     containers = [value for value in opened if value is not None]
     are_alike = len(containers) == len(values) and len({value.kind for value in containers}) == 1
     return containers if are_alike else None
@@ -256,34 +256,11 @@ def _differs(path: str, shown: list[str]) -> ValueError:
     )
 
 
-def _lazily_joined(caches: list[Any], sizes: Sequence[int]) -> Any:
-    """Return a cache of the same class, whose tensors are concatenated when it is first used.
+class CacheOfMicroBatches:
+    """Stands for the caches of micro-batches, which decoders return in training by default, and nobody looks at."""
 
-    Decoders return a cache in training by default, and hardly anybody looks at it.
-    """
-    kind: Any = type(caches[0])
-    pending = list(caches)
-
-    def fill(self: Any, name: str) -> Any:
-        if not pending:
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-        state = _joined_state([vars(cache) for cache in pending], sizes)
-        pending.clear()
-        object.__setattr__(self, "__class__", kind)
-        vars(self).update(state)
-        return getattr(self, name)
-
-    lazy: Any = type(kind.__name__, (kind,), {"__getattr__": fill, "__module__": kind.__module__})
-    return lazy.__new__(lazy)
-
-
-def _joined_state(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
-        has_rows = first.dim() > 0 and all([len(tensor) == size for tensor, size in zip(values, sizes)])
-        return torch.cat([tensor.detach() for tensor in values]) if has_rows else first
-    containers = _opened(values, caches=True)
-    if containers is None:
-        return first
-    items = zip(*[opened.items for opened in containers])
-    return containers[0].rebuilt([_joined_state(values, sizes) for values in items])
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'{name}' of a cache that a pipelined model has returned: each micro-batch had a cache of its own, and "
+            "these are not joined; call the model under torch.no_grad() with use_cache=True, which gives one cache"
+        )
