@@ -77,11 +77,10 @@ class Door:
         column: the column of the module
         recomputes: whether the module keeps only its inputs, and runs again at backward
         owner: the identity of the pipeline
-        is_encoder_layer: whether the module is a layer of PyTorch's own encoder
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
-    __slots__ = ("_behind", "_module", "column", "is_encoder_layer", "layers", "name", "owner", "recomputes")
+    __slots__ = ("_behind", "_module", "column", "layers", "name", "owner", "recomputes")
 
     def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: Owner) -> None:
         # Weakly, as the module holds its door.
@@ -89,7 +88,6 @@ class Door:
         self.owner = owner
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
-        self.is_encoder_layer = isinstance(module, nn.TransformerEncoderLayer)
         numbers = [getattr(child, "layer_idx", None) for child in module.modules()]
         self.layers = sorted({number for number in numbers if isinstance(number, int)})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -124,8 +124,6 @@ class Traveller:
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _bring_layers(value, door.layers, bring)
-            if door.is_encoder_layer and self._crossing.is_needed and not torch.is_grad_enabled():
-                _refuse_slow_path(door, kwargs)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             output = door.call_module(args, kwargs, self._keep)
             if exchanged is not None:
@@ -144,20 +142,6 @@ class Traveller:
                 yield
             finally:
                 self._glue.is_off = False
-
-
-def _refuse_slow_path(door: Door, kwargs: Mapping[str, Any]) -> None:
-    """Raise if an encoder of PyTorch has left its fast path, which sets padded positions to zero.
-
-    It does so because a function mode is active, which copies between devices need.
-    """
-    is_padded = kwargs.get("src_key_padding_mask") is not None
-    if is_padded and not door.module.training and torch.backends.mha.get_fastpath_enabled():
-        raise RuntimeError(
-            f"'{door.name}' belongs to an nn.TransformerEncoder, which in evaluation sets padded positions to zero in "
-            "one memory, but not across devices; call torch.backends.mha.set_fastpath_enabled(False), for the plain "
-            "model as well, and mask what is padded"
-        )
 
 
 def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], Tensor]) -> None:
