@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings, door_of, name_of, tensors_of
-from torchgpipe.frames.spine import Trace, spine_of
+from torchgpipe.frames.settings import Settings, find_door, iterate_tensors, name_of
+from torchgpipe.frames.spine import Trace, find_spine
 
 __all__ = ["arrange"]
 
@@ -58,7 +58,7 @@ def arrange(
     traces = studied.traces
     if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    spine = spine_of(module, traces[0], len(devices), begins)
+    spine = find_spine(module, traces[0], len(devices), begins)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)
@@ -235,8 +235,8 @@ class _Doors:
         """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
         return {
             name: self._place_at(self._traced.used.get(tensor, 0))[0]
-            for name, _, _, tensor in tensors_of(self._module)
-            if door_of(name, self._columns) is None
+            for name, _, _, tensor in iterate_tensors(self._module)
+            if find_door(name, self._columns) is None
         }
 
     def coarser(self) -> dict[str, int]:
@@ -286,7 +286,7 @@ class _Doors:
 
     def _columns_of(self, name: str) -> set[int]:
         """Return the columns of a module: that of the door in front of it, or those of the doors within."""
-        door = door_of(name, self._columns)
+        door = find_door(name, self._columns)
         if door is not None:
             return {self._columns[door]}
         return {column for inner, column in self._columns.items() if inner.startswith(f"{name}.")}

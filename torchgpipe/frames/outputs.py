@@ -21,10 +21,10 @@ __all__ = [
     "Kinds",
     "Rule",
     "are_equal",
+    "find_kinds",
+    "find_path_of_loss",
     "join",
-    "kinds_of",
     "own_loss",
-    "path_of_own_loss",
     "verify_known",
 ]
 
@@ -50,12 +50,12 @@ def own_loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def path_of_own_loss(output: Any) -> str:
+def find_path_of_loss(output: Any) -> str:
     """Return the path of what `own_loss` returns."""
     return "value" if isinstance(output, Tensor) else "[0]" if type(output) is tuple else "loss"
 
 
-def kinds_of(output: Any, rows: int, twin_output: Any, twin_rows: int) -> Kinds:
+def find_kinds(output: Any, rows: int, twin_output: Any, twin_rows: int) -> Kinds:
     """Return how outputs depend on the rows.
 
     Args:
@@ -133,7 +133,7 @@ class _Joiner:
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
             return self._done[key]
-        containers = _opened(values)
+        containers = _open_all(values)
         if containers is None:
             return self._of_no_container(values, path)
         if type(first) in (list, tuple) and self._has_rows(values, path or "value"):
@@ -237,7 +237,7 @@ def are_equal(values: Sequence[Tensor]) -> bool:
     return not rest or bool(torch.stack([(tensor == first).all() for tensor in rest]).all())
 
 
-def _opened(values: Sequence[Any]) -> list[Container] | None:
+def _open_all(values: Sequence[Any]) -> list[Container] | None:
     """Open values; return None unless all are containers of one kind."""
     opened = [container(value) for value in values]
     containers = [value for value in opened if value is not None]

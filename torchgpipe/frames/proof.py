@@ -21,17 +21,17 @@ from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.cell import Export
 from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
-from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
+from torchgpipe.frames.numbers import compute_shares, has_item_count, joiner, list_rules
 from torchgpipe.frames.outputs import Rule, join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
-from torchgpipe.frames.variation import variations
+from torchgpipe.frames.variation import vary_sample
 from torchgpipe.model.comparison import Compared, Comparison, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
-from torchgpipe.proof.proof import Number, PlainFails, PlainRun, prints
+from torchgpipe.proof.proof import Number, PlainFails, PlainRun, take_fingerprints
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["FramesProof", "prove"]
@@ -55,7 +55,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     if splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        tried = variations(splitter, sample, settings.study.labels, must_differ=verifies)
+        tried = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
     with_loss = target is not None and settings.loss_fn is not None
     for k, arguments in enumerate(tried):
         settings.study.rules.clear()
@@ -114,15 +114,17 @@ class FramesProof(PlainSide):
             raise
 
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
-        rules = self._settings.study.rules.setdefault(gives_items(self._batch), {})
+        rules = self._settings.study.rules.setdefault(has_item_count(self._batch), {})
         to_try: list[Rule] = []
         if self._loss is not None:
             tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
-            to_try = [rules[path]] if path in rules else rules_to_try(self._settings)
-            if gives_items(self._batch):  # First what they are given for: in a few rows, a micro-batch may add nothing.
+            to_try = [rules[path]] if path in rules else list_rules(self._settings)
+            if has_item_count(
+                self._batch
+            ):  # First what they are given for: in a few rows, a micro-batch may add nothing.
                 to_try.sort(key=lambda rule: rule != "sum")
-            tried = [shares(self._settings, self._batch, rule) for rule in to_try]
+            tried = [compute_shares(self._settings, self._batch, rule) for rule in to_try]
         fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
         if fitting and self._loss is None:
             rules[path] = to_try[fitting[0]]
@@ -132,7 +134,7 @@ class FramesProof(PlainSide):
         known = tried[fitting[0] if fitting else 0]
         joined = torch.stack([number.value * share for number, share in zip(apart, known)]).sum()
         name = "loss" if self._loss is not None else f"'{path}'"
-        fault = "" if fitting else self._of_number(path, together, apart, joined)
+        fault = "" if fitting else self._describe_number(path, together, apart, joined)
         self.comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
 
     def compare_outputs_of_rows(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
@@ -153,13 +155,13 @@ class FramesProof(PlainSide):
                 if difference > self.comparison.loose * largest:
                     self.differing.append(path)
                 continue
-            fault, loose = self._coupled(path, tensor, ours), self.comparison.loose
+            fault, loose = self._describe_coupling(path, tensor, ours), self.comparison.loose
             self.comparison.add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=loose)
 
     def _find_rules_of_items(self) -> None:
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
         study, forward = self._settings.study, self._model._torchgpipe_forward
-        given = gives_items(self._batch)
+        given = has_item_count(self._batch)
         if not study.rules.get(given) or not _takes_items(forward):
             return
         # Two rows are enough, as this is about values only.
@@ -209,7 +211,7 @@ class FramesProof(PlainSide):
             mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
             with self._refusing():
                 mini_batch.run_columns_forward()
-            where = f"when it leaves {settings.labels[-1]}; {_look(self._module)}"
+            where = f"when it leaves {settings.labels[-1]}; {_advise(self._module)}"
             self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
             if loss is not None and apart.loss is not None:
                 fault = "the loss of the pipeline is not that of the plain model"
@@ -219,9 +221,11 @@ class FramesProof(PlainSide):
                 gradients = _ColumnGradients(aliases, self._names)
                 with self._refusing():
                     mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
-                faults = [(name, ours, self._of_gradient(j, name)) for name, (j, ours) in gradients.take().items()]
-                outside = prints(self._outside.take())
-                faults += [(name, ours, self._of_gradient(0, name)) for name, ours in outside.items()]
+                faults = [
+                    (name, ours, self._describe_gradient(j, name)) for name, (j, ours) in gradients.take().items()
+                ]
+                outside = take_fingerprints(self._outside.take())
+                faults += [(name, ours, self._describe_gradient(0, name)) for name, ours in outside.items()]
                 self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
             self._compare_buffers(apart.buffers, forward, buffers.changed())
@@ -238,10 +242,10 @@ class FramesProof(PlainSide):
             if isinstance(error, WaitsForever):
                 raise
             if not (_is_ours(error) or is_of_compiler(error)):
-                raise self._fails(error) from error
+                raise self._describe_failure(error) from error
             self.skip(f"evaluation, which the pipeline refuses ({error})")
             return
-        where = f"in evaluation, with a thread for each device; {_look(self._module)}"
+        where = f"in evaluation, with a thread for each device; {_advise(self._module)}"
         self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)
 
     @contextmanager
@@ -252,9 +256,9 @@ class FramesProof(PlainSide):
         except Exception as error:
             if _is_ours(error) or is_of_compiler(error):
                 raise
-            raise self._fails(error) from error
+            raise self._describe_failure(error) from error
 
-    def _fails(self, error: Exception) -> ValueError:
+    def _describe_failure(self, error: Exception) -> ValueError:
         return ValueError(
             f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain model; "
             "perhaps the model keeps state for a later layer, which another micro-batch has changed by then: return it "
@@ -284,13 +288,13 @@ class FramesProof(PlainSide):
                     "recompute the layer"
                 )
             else:
-                fault += _look(self._module)
+                fault += _advise(self._module)
             tight = self.comparison.tight
             self.comparison.add(f"buffer '{name}'", plain.get(name), backward.get(name), fault, tolerance=tight)
 
     # ---------------------------------------------------------------------------------------------------------- faults
 
-    def _coupled(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
+    def _describe_coupling(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
         shapes = f"of shape {tuple(whole.shape)}"
         if joined is not None and joined.shape != whole.shape:
             shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
@@ -304,10 +308,12 @@ class FramesProof(PlainSide):
             * self._draws
         )
 
-    def _of_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
+    def _describe_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
         sizes = self._sizes
-        said = f"the output '{path}' of {sum(sizes)} rows is {_shown(together.value)}, and that of the rows apart "
-        said += f"{' and '.join([_shown(part.value) for part in apart])}, joined {_shown(joined)}"
+        said = (
+            f"the output '{path}' of {sum(sizes)} rows is {_show_number(together.value)}, and that of the rows apart "
+        )
+        said += f"{' and '.join([_show_number(part.value) for part in apart])}, joined {_show_number(joined)}"
         if self.fits(together, apart, [1.0] * len(apart)):
             return f"{said}; it is a sum: give reduce='sum'"
         if self.fits(together, apart, [size / sum(sizes) for size in sizes]):
@@ -319,9 +325,9 @@ class FramesProof(PlainSide):
             f"cannot be split; may_differ=['{path}'] lets it differ, with a warning"
         )
 
-    def _of_gradient(self, j: int, name: str) -> str:
+    def _describe_gradient(self, j: int, name: str) -> str:
         where = self._settings.labels[j]
-        return f"the gradient of {name} in {where} is not that of the plain model; {_look(self._module)}"
+        return f"the gradient of {name} in {where} is not that of the plain model; {_advise(self._module)}"
 
 
 class _ColumnGradients:
@@ -370,11 +376,11 @@ def _is_ours(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
 
 
-def _shown(tensor: Tensor) -> str:
+def _show_number(tensor: Tensor) -> str:
     return f"{tensor.detach().item():.6g}"
 
 
-def _look(module: nn.Module) -> str:
+def _advise(module: nn.Module) -> str:
     return (
         "an operation may have taken or changed a tensor in a way that the pipeline does not see, or the model keeps "
         f"state that another micro-batch changes; print({type(module).__name__}.layout) shows the partitions: give a "

@@ -17,7 +17,7 @@ from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.visitors import unobserved
 from torchgpipe.model.comparison import cotangent
-from torchgpipe.model.values import copy_of, each, mapped
+from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.proof.proof import Proof, Roots, Take
 from torchgpipe.replay.random import generators_in
 
@@ -55,8 +55,8 @@ class PlainSide(Proof, ABC):
         self._model: Any = pipeline.module
         super().__init__(pipeline.module, self._settings.devices, batch.sizes, self._settings.study.epsilon)
         with torch.inference_mode(False):
-            self._batch = batch.mapped(copy_of)
-            self._target = mapped(target, copy_of) if with_loss else None
+            self._batch = batch.mapped(copy_without_graph)
+            self._target = mapped(target, copy_without_graph) if with_loss else None
         self._with_loss = with_loss
         self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
         self._random: NumbersOfProof | None = None
@@ -120,7 +120,7 @@ class PlainSide(Proof, ABC):
 
     def without_graph(self, output: Any) -> Any:
         with unobserved():
-            return mapped(output, copy_of, caches=True)
+            return mapped(output, copy_without_graph, caches=True)
 
     def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
@@ -156,7 +156,7 @@ class PlainSide(Proof, ABC):
             self._factors[i] = factor
         return {"loss": number}
 
-    def not_apart(self, error: Exception) -> Exception:
+    def explain_failure(self, error: Exception) -> Exception:
         sizes = self._sizes
         try:
             if len(sizes) == 1:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
-from torchgpipe.frames.outputs import Kinds, Rule, kinds_of
+from torchgpipe.frames.outputs import Kinds, Rule, find_kinds
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.model.untouched import attributes, in_mode, untouched
 from torchgpipe.model.values import each
@@ -145,7 +145,7 @@ def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training
             twin_output = _run(module, splitter.resized(sample, twin_rows))
         except Exception:
             return None  # The model wants as many rows, or other arguments; sizes will tell.
-    return kinds_of(output, rows, twin_output, twin_rows)
+    return find_kinds(output, rows, twin_output, twin_rows)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from torchgpipe.frames.twin import may_have_twin
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.values import each
 
-__all__ = ["Trace", "spine_of", "trace"]
+__all__ = ["Trace", "find_spine", "trace"]
 
 
 @dataclass
@@ -275,7 +275,7 @@ def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             replace_call(module, call_before)
 
 
-def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
+def find_spine(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
     """Return the spine.
 
     Args:

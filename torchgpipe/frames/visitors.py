@@ -123,7 +123,7 @@ class Traveller:
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
-                        _bring_layers(value, door.layers, bring)
+                        _import_layers(value, door.layers, bring)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             output = door.call_module(args, kwargs, self._keep)
             if exchanged is not None:
@@ -144,7 +144,7 @@ class Traveller:
                 self._glue.is_off = False
 
 
-def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], Tensor]) -> None:
+def _import_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], Tensor]) -> None:
     """Bring the layers of a cache that a module uses, in place: the model goes on with the same cache.
 
     The layers of other modules stay where they are, or every column would copy all of them.
@@ -153,7 +153,7 @@ def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], T
     if not isinstance(layers_of_cache, list):
         for inner in vars(cache).values():
             if is_cache(inner):
-                _bring_layers(inner, layers, bring)
+                _import_layers(inner, layers, bring)
         return
     for layer in [layers_of_cache[k] for k in layers if k < len(layers_of_cache)]:
         for name, value in list(vars(layer).items()):

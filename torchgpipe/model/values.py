@@ -23,7 +23,7 @@ __all__ = [
     "Exchanged",
     "container",
     "copied",
-    "copy_of",
+    "copy_without_graph",
     "dotted",
     "each",
     "hidden",
@@ -293,7 +293,7 @@ def _is_plain_object(kind: Any) -> bool:
     return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
 
 
-def copy_of(tensor: Tensor) -> Tensor:
+def copy_without_graph(tensor: Tensor) -> Tensor:
     """Return a copy without a graph: the model may change the tensor later."""
     return tensor.detach().clone()
 

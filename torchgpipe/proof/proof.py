@@ -46,7 +46,7 @@ __all__ = [
     "Proof",
     "Roots",
     "Take",
-    "prints",
+    "take_fingerprints",
 ]
 
 #: The gradients of a run by the names of parameters; None for a parameter that has none.
@@ -252,8 +252,8 @@ class Proof(ABC):
                 if ran_out_of_memory(error):
                     raise
                 if not training:
-                    raise PlainFails(self.not_apart(error)) from error
-                self.skip(f"training, in which the plain model fails on the sample ({_said(error)})")
+                    raise PlainFails(self.explain_failure(error)) from error
+                self.skip(f"training, in which the plain model fails on the sample ({_quote(error)})")
                 continue
             self._draws |= run.draws
             if not (training and run.draws and self.draws_in_another_order):
@@ -268,8 +268,8 @@ class Proof(ABC):
                 run = self.apart(backward=False)
         except Exception as error:
             if couples:
-                raise PlainFails(self.not_apart(error)) from error
-            self.skip(f"evaluation, in which the plain model fails on the sample ({_said(error)})")
+                raise PlainFails(self.explain_failure(error)) from error
+            self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
         if couples or not all(map(self._are_equal, run.outputs, apart.outputs)):
             self._compare_rows(False)
@@ -284,7 +284,7 @@ class Proof(ABC):
         if reason not in self.comparison.skipped:
             self.comparison.skipped.append(reason)
 
-    def not_apart(self, error: Exception) -> Exception:
+    def explain_failure(self, error: Exception) -> Exception:
         """Return what to raise if the plain model fails on its micro-batches."""
         return error
 
@@ -361,13 +361,13 @@ class Proof(ABC):
             if ran_out_of_memory(error):
                 raise
             if not any([reason.startswith("gradients,") for reason in self.comparison.skipped]):
-                self.skip(f"{what}, because the plain model cannot be differentiated ({_said(error)})")
+                self.skip(f"{what}, because the plain model cannot be differentiated ({_quote(error)})")
             return False
         return True
 
     def _gradients(self, stand_ins: Take) -> Gradients:
         with self.aside():
-            return prints(stand_ins.take()) | prints(self._outside.take())
+            return take_fingerprints(stand_ins.take()) | take_fingerprints(self._outside.take())
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -445,7 +445,7 @@ class Proof(ABC):
         return noise
 
 
-def prints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
+def take_fingerprints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
     """Return the fingerprints of gradients."""
     return {name: None if grad is None else fingerprint(grad) for name, grad in gradients}
 
@@ -454,6 +454,6 @@ def _squared(value: float) -> float:
     return value * value
 
 
-def _said(error: BaseException) -> str:
+def _quote(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"

@@ -21,8 +21,8 @@ from torchgpipe.model.loss import MeanLoss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
-from torchgpipe.model.values import copy_of
-from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, prints
+from torchgpipe.model.values import copy_without_graph
+from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, take_fingerprints
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
@@ -154,7 +154,7 @@ class SequentialProof(Proof):
         return iter(_named(output.value).items())
 
     def without_graph(self, output: Batch) -> Batch:
-        return output.replace(tuple([leaf if leaf is None else copy_of(leaf) for leaf in output.leaves]))
+        return output.replace(tuple([leaf if leaf is None else copy_without_graph(leaf) for leaf in output.leaves]))
 
     def _loss_of(self, chunks: int) -> MeanLoss:
         assert self._make_loss is not None
@@ -234,8 +234,8 @@ class SequentialProof(Proof):
             buffers = Buffers(self._module)
             ours = run()
             changed = buffers.changed()
-            gradients = prints(stand_ins.take())
-            gradients |= prints(self._outside.take())
+            gradients = take_fingerprints(stand_ins.take())
+            gradients |= take_fingerprints(self._outside.take())
         kinds: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
             ("output", outputs, ours),
             ("buffer", apart.buffers, changed),
