@@ -120,9 +120,7 @@ class FramesProof(PlainSide):
             tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
             to_try = [rules[path]] if path in rules else list_rules(self._settings)
-            if has_item_count(
-                self._batch
-            ):  # First what they are given for: in a few rows, a micro-batch may add nothing.
+            if has_item_count(self._batch):  # The sum first: in a few rows, a micro-batch may add nothing.
                 to_try.sort(key=lambda rule: rule != "sum")
             tried = [compute_shares(self._settings, self._batch, rule) for rule in to_try]
         fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
@@ -215,17 +213,15 @@ class FramesProof(PlainSide):
             self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
             if loss is not None and apart.loss is not None:
                 fault = "the loss of the pipeline is not that of the plain model"
-                self.comparison.add("loss", apart.loss, self.total(), fault, tolerance=self.comparison.tight)
+                self.comparison.add("loss", apart.loss, self.sum_losses(), fault, tolerance=self.comparison.tight)
             forward = buffers.changed()
             if self.comparison.is_equal and apart.gradients is not None:
                 gradients = _ColumnGradients(aliases, self._names)
                 with self._refusing():
                     mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
-                faults = [
-                    (name, ours, self._describe_gradient(j, name)) for name, (j, ours) in gradients.take().items()
-                ]
-                outside = take_fingerprints(self._outside.take())
-                faults += [(name, ours, self._describe_gradient(0, name)) for name, ours in outside.items()]
+                taken = gradients.take()
+                taken |= {name: (0, ours) for name, ours in take_fingerprints(self._outside.take()).items()}
+                faults = [(name, ours, self._describe_gradient(j, name)) for name, (j, ours) in taken.items()]
                 self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
             self._compare_buffers(apart.buffers, forward, buffers.changed())
@@ -310,10 +306,9 @@ class FramesProof(PlainSide):
 
     def _describe_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
         sizes = self._sizes
-        said = (
-            f"the output '{path}' of {sum(sizes)} rows is {_show_number(together.value)}, and that of the rows apart "
-        )
-        said += f"{' and '.join([_show_number(part.value) for part in apart])}, joined {_show_number(joined)}"
+        whole, parts = _show_number(together.value), " and ".join([_show_number(part.value) for part in apart])
+        said = f"the output '{path}' of {sum(sizes)} rows is {whole}, and that of the rows apart {parts}, joined "
+        said += _show_number(joined)
         if self.fits(together, apart, [1.0] * len(apart)):
             return f"{said}; it is a sum: give reduce='sum'"
         if self.fits(together, apart, [size / sum(sizes) for size in sizes]):

@@ -78,7 +78,7 @@ class PlainSide(Proof, ABC):
             yield _AliasedGradients(aliases, self._names)
 
     @contextmanager
-    def following(self, i: int) -> Iterator[None]:
+    def draw_as(self, i: int) -> Iterator[None]:
         self._following = i
         with self._generators:
             self._draw_on(0)
@@ -103,7 +103,7 @@ class PlainSide(Proof, ABC):
         """Return the states of generators that layers have of their own."""
         return [state_of(generator).numpy().tobytes() for generator in generators_in(self._module.modules())]
 
-    def plain(self, i: int | None) -> Any:
+    def run_plain(self, i: int | None) -> Any:
         return self._call(self._batch.arguments if i is None else self._batch.parts[i])
 
     def _call(self, arguments: Arguments) -> Any:
@@ -136,10 +136,10 @@ class PlainSide(Proof, ABC):
         with unobserved():
             return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
 
-    def aside(self) -> AbstractContextManager[object]:
+    def without_modes(self) -> AbstractContextManager[object]:
         return unobserved()
 
-    def total(self) -> Tensor | None:
+    def sum_losses(self) -> Tensor | None:
         if self._loss is None:
             return None
         result = self._loss.result()
@@ -162,7 +162,7 @@ class PlainSide(Proof, ABC):
             if len(sizes) == 1:
                 raise error
             with self._untouched(), self.running_plain():
-                self.plain(None)
+                self.run_plain(None)
         except Exception as alone:
             alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
             return alone

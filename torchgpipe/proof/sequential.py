@@ -124,7 +124,7 @@ class SequentialProof(Proof):
 
     # ---------------------------------------------------------------------------------------------------------- layers
 
-    def plain(self, i: int | None) -> Batch:
+    def run_plain(self, i: int | None) -> Batch:
         (batch,) = self._batches(1) if i is None else self._batches(self._chunks)[i : i + 1]
         tracker = SkipTracker()
         with tracker:
@@ -141,13 +141,13 @@ class SequentialProof(Proof):
             self._before = generator_states(self._devices)
             yield stand_ins
 
-    def following(self, i: int) -> AbstractContextManager[object]:
+    def draw_as(self, i: int) -> AbstractContextManager[object]:
         return nullcontext()
 
     def draws(self) -> bool:
         return generator_states(self._devices) != self._before
 
-    def extent(self, count: int) -> AbstractContextManager[object]:
+    def surround(self, count: int) -> AbstractContextManager[object]:
         return self._around(count, self._module)
 
     def tensors(self, output: Batch) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +175,7 @@ class SequentialProof(Proof):
             seeds.append(seed)
         return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
 
-    def total(self) -> Tensor | None:
+    def sum_losses(self) -> Tensor | None:
         return self._loss.sum() if self._steps and self._loss is not None else None
 
     def _run_apart(self) -> tuple[bool, PlainRun]:
