@@ -89,7 +89,7 @@ def arrange(
 
 
 def _seconds(spine: list[Part], traced: Trace) -> list[float]:
-    """Return the time of each part. A later call of a module counts for the part that the model has come to."""
+    """Return the time of each part. A later call of a module counts for the part that the model has reached."""
     places = {name: k for k, part in enumerate(spine) for name in part.modules}
     seconds, k, end = [0.0] * len(spine), 0, -1
     for call in traced.calls:
@@ -219,15 +219,15 @@ class _Doors:
         self._columns = {name: column for name, (column, _) in places.items()}
         entered = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
         self._times = [0, *[start for start, _ in entered]]
-        #: The column and the partition that the run had come to at each of these times.
+        #: The column and the partition that the run had reached at each of these times.
         self._reached = [*accumulate([place for _, place in entered], max, initial=(0, 0))]
 
     def _place_at(self, time: int) -> tuple[int, int]:
-        """Return the column and the partition that a run has come to at a time of the trace."""
+        """Return the column and the partition that a run has reached at a time of the trace."""
         return self._reached[bisect_right(self._times, time) - 1]
 
     def again(self, doors: Mapping[str, int]) -> set[str]:
-        """Return the names of those of ``doors`` that a run comes to again in a later column."""
+        """Return the names of those of ``doors`` that a run calls again in a later column."""
         calls = [call for call in self._traced.calls if call.name in doors]
         return {call.name for call in calls if doors[call.name] < self._place_at(call.start)[0]}
 

@@ -26,7 +26,7 @@ class MicroBatchLoss(Losses):
         settings: the settings of the module
         batch: the micro-batches
         target: the target of the mini-batch, for the loss function
-        bring: brings a tensor of the target to where the loss is computed
+        to_device: copies a tensor of the target to where the loss is computed
         training: whether the model is in training
         proof: what has been proved of the loss function; None to prove nothing
     """
@@ -36,7 +36,7 @@ class MicroBatchLoss(Losses):
         settings: Settings,
         batch: SplitBatch,
         target: Any,
-        bring: Callable[[Tensor], Tensor],
+        to_device: Callable[[Tensor], Tensor],
         *,
         training: bool,
         proof: LossProof | None = None,
@@ -46,7 +46,7 @@ class MicroBatchLoss(Losses):
             settings.weight,
             settings.reduce,
             whole=settings.whole_target,
-            bring=bring,
+            to_device=to_device,
             kept=lambda values: mapped(values, Tensor.detach),
             proof=proof,
         )

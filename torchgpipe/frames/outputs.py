@@ -257,7 +257,7 @@ def _differs(path: str, shown: list[str]) -> ValueError:
 
 
 class CacheOfMicroBatches:
-    """Stands for the caches of micro-batches, which decoders return in training by default, and nobody looks at."""
+    """Stands for the caches of micro-batches, which decoders return in training by default."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

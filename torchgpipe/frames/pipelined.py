@@ -44,7 +44,7 @@ __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
 
 M = TypeVar("M", bound=nn.Module)
 
-#: How many partitions a device has under ``offload``, if nobody says.
+#: How many partitions a device has under ``offload``, unless ``partitions`` says it.
 _PARTITIONS_EACH = 8
 
 
@@ -121,8 +121,8 @@ def pipelined(
         may_differ: the names of outputs, such as a loss that balances experts over the batch, that may differ between
             rows together and rows apart, with a warning
         target: the target of the sample, with which ``verify`` compares the loss of ``loss_fn``, too
-        offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
-            leave afterwards, so a model may be larger than all devices. What recomputation keeps waits in host memory,
+        offload: whether parameters stay in host memory: those of a partition are on its device only while it
+            computes, so a model may be larger than all devices. What recomputation keeps waits in host memory,
             too; with ``'weights'``, on the devices
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory

@@ -76,7 +76,7 @@ class _Pipelined(nn.Module):
         if visitor is not None:
             if visitor.owner is self._runs().identity:  # The model calls itself.
                 return self._torchgpipe_forward(*args, **kwargs)
-            args, kwargs = visitor.bring((args, kwargs))
+            args, kwargs = visitor.import_value((args, kwargs))
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 

@@ -108,8 +108,8 @@ class PlainSide(Proof, ABC):
 
     def _call(self, arguments: Arguments) -> Any:
         # Clones, which the model may change.
-        bring = self._pipeline.to(self._devices[0])
-        args, kwargs = arguments.mapped(lambda tensor: bring(tensor.clone()))
+        to_device = self._pipeline.to(self._devices[0])
+        args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._model._torchgpipe_forward(*args, **kwargs)
         if self._pipeline.host_memory is not None:
             self._aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
@@ -125,8 +125,8 @@ class PlainSide(Proof, ABC):
     def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
         if not self._with_loss:
             return None
-        bring = self._pipeline.to(self._devices[-1])
-        return MicroBatchLoss(self._settings, batch, self._target, bring, training=self._module.training)
+        to_device = self._pipeline.to(self._devices[-1])
+        return MicroBatchLoss(self._settings, batch, self._target, to_device, training=self._module.training)
 
     def roots(self, i: int, output: Any) -> Roots:
         if self._loss is not None:

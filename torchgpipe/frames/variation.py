@@ -89,7 +89,7 @@ def _may_vary(path: str, tensor: Tensor, rows: int, *, readily: bool) -> bool:
     if not tensor.is_floating_point() and tensor.dim() > 1 and bool((tensor == tensor.bool()).all()):
         return False
     is_constant = bool((tensor == tensor.reshape(-1)[0]).all())
-    # Of a single row, nobody can tell. Positions are whole numbers.
+    # A single row does not tell. Positions are whole numbers.
     return rows == 1 or is_constant or bool((tensor != tensor[:1]).any()) or bool((tensor != tensor.round()).any())
 
 

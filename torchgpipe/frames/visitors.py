@@ -26,7 +26,7 @@ __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "unobserved", "vis
 
 @contextmanager
 def visiting(visitor: Visitor) -> Iterator[None]:
-    """Visit the doors that this thread comes to in a ``with`` block."""
+    """Visit the doors that this thread reaches in a ``with`` block."""
     outer, this_thread.visitor = this_thread.visitor, visitor
     try:
         yield
@@ -76,7 +76,7 @@ class Traveller:
                 self._rest.end()
             self._crossing.end()
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value`` with all its tensors in the present column."""
         if len(self._columns.devices) == 1 or not self._crossing.is_needed:
             return value
@@ -104,12 +104,12 @@ class Traveller:
         self._current_stream.enter_context(self._columns.computing[column].use())
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Stop at ``door`` until it is the turn of its column, bring the arguments, and call the module."""
+        """Stop at ``door`` until it is the turn of its column, import the arguments, and call the module."""
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
             return door.call_module(args, kwargs, self._keep)
-        if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
+        if self._glue.is_off:  # Within a module of the spine, whose arguments are imports.
             return self._shared.here(door, frame.column).call_module(args, kwargs)
         with self._without_glue():
             door = self._shared.here(door, frame.column)
@@ -118,12 +118,11 @@ class Traveller:
                 self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
-                bring = self._crossing.import_tensor
-                exchanged = Exchanged(args, kwargs, bring)
+                exchanged = Exchanged(args, kwargs, self._crossing.import_tensor)
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
-                        _import_layers(value, door.layers, bring)
+                        _import_layers(value, door.layers, self._crossing.import_tensor)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
             output = door.call_module(args, kwargs, self._keep)
             if exchanged is not None:
@@ -144,8 +143,8 @@ class Traveller:
                 self._glue.is_off = False
 
 
-def _import_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], Tensor]) -> None:
-    """Bring the layers of a cache that a module uses, in place: the model goes on with the same cache.
+def _import_layers(cache: Any, layers: Sequence[int], change: Callable[[Tensor], Tensor]) -> None:
+    """Import the layers of a cache that a module uses, in place: the model keeps the same cache.
 
     The layers of other modules stay where they are, or every column would copy all of them.
     """
@@ -153,18 +152,18 @@ def _import_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], 
     if not isinstance(layers_of_cache, list):
         for inner in vars(cache).values():
             if is_cache(inner):
-                _import_layers(inner, layers, bring)
+                _import_layers(inner, layers, change)
         return
     for layer in [layers_of_cache[k] for k in layers if k < len(layers_of_cache)]:
         for name, value in list(vars(layer).items()):
             if isinstance(value, Tensor):
-                brought = bring(value)
-                if brought is not value:
-                    setattr(layer, name, brought)
+                changed = change(value)
+                if changed is not value:
+                    setattr(layer, name, changed)
 
 
 class RecomputationVisitor:
-    """The visitor in a worker that runs backward: what is recomputed may come to doors again.
+    """The visitor in a worker that runs backward: what is recomputed may reach doors again.
 
     Args:
         shared: what all frames share
@@ -175,7 +174,7 @@ class RecomputationVisitor:
         self.owner = shared.owner
         self._shared, self._columns, self._column = shared, shared.columns, column
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
         return value
 
@@ -220,17 +219,17 @@ class InOnePiece(TorchFunctionMode):
         self._change = columns.copier(columns.devices[0])
         self._is_off = False
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
-        return mapped(value, self._brought)
+        return mapped(value, self._copied)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
         self._moved(door.column)
         self._change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_exchanged(args, kwargs, self._brought)
+        return door.call_exchanged(args, kwargs, self._copied)
 
-    def _brought(self, tensor: Tensor) -> Tensor:
+    def _copied(self, tensor: Tensor) -> Tensor:
         self._is_off = True  # Asked for its device, a tensor would tell where it is needed.
         try:
             return self._change(tensor)

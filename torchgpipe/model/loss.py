@@ -74,7 +74,7 @@ class Losses:
         weight: returns the weight of a loss in the mean, given the target; None for the labels that count, or the rows
         reduce: ``'mean'`` or ``'sum'``: how losses are joined; None for what the loss function says, or else the mean
         whole: whether every micro-batch gets the whole target
-        bring: brings a tensor of the target to where the loss is computed
+        to_device: copies a tensor of the target to where the loss is computed
         kept: returns what to keep of other values that the loss function returns, without their graph; None if it must
             not return any
         proof: what has been proved of the loss function; None to prove nothing
@@ -90,12 +90,12 @@ class Losses:
         reduce: str | None,
         *,
         whole: bool,
-        bring: Callable[[Tensor], Tensor],
+        to_device: Callable[[Tensor], Tensor],
         kept: Callable[[Any], Any] | None,
         proof: LossProof | None,
     ) -> None:
         self._loss_fn, self._weight, self._reduce = loss_fn, weight, reduce
-        self._whole, self._bring, self._kept, self._proof = whole, bring, kept, proof
+        self._whole, self._to_device, self._kept, self._proof = whole, to_device, kept, proof
         self.total = 0.0
         #: By micro-batch: the shares in the loss, and other values.
         self._shares: dict[int, Tensor] = {}
@@ -113,10 +113,10 @@ class Losses:
         self._target, self._sizes = target, sizes
         self._whole |= len(sizes) == 1 or isinstance(target, NoChunk)
         each_one = [[i] for i in range(len(sizes))]
-        self._targets = self._parts(each_one, self._bring)
+        self._targets = self._parts(each_one, self._to_device)
         is_known, adds_up, ignored, class_weights = known_loss(self._loss_fn)
         self._adds_up = self._reduce == "sum" or (adds_up and not self._is_said)
-        # As the caller has them: nobody waits for a device to count what is on the host.
+        # As the caller has them: the host does not wait for a device to count what is on the host.
         targets = self._parts(each_one, lambda tensor: tensor) if ignored is not None or self._weight else self._targets
         if self._weight is not None and self._loss_fn is not None:
             self._weights = to_floats([self._call_user(self._weight, it) for it in self._list_weighed(targets)])
@@ -148,14 +148,14 @@ class Losses:
                 error.add_note(NO_TARGET)
             raise
 
-    def _parts(self, picks: Sequence[Sequence[int]], bring: Callable[[Tensor], Tensor]) -> list[Any]:
+    def _parts(self, picks: Sequence[Sequence[int]], to_device: Callable[[Tensor], Tensor]) -> list[Any]:
         """Return parts of the target, given for each the micro-batches that it belongs to."""
         sizes, rows, whole = list(self._sizes), sum(self._sizes), self._whole
 
         def divide(value: Any, _path: str) -> list[Any] | None:
             is_tensor = isinstance(value, Tensor)
             if isinstance(value, NoChunk) or (whole and is_tensor):
-                return [bring(value if is_tensor else value.tensor)] * len(picks)
+                return [to_device(value if is_tensor else value.tensor)] * len(picks)
             if whole or not (is_tensor or has_an_item_for_each(value, rows)):
                 return None
             if is_tensor and (not value.dim() or len(value) != rows):
@@ -163,7 +163,7 @@ class Losses:
                     f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}; wrap "
                     "in NoChunk what every micro-batch gets whole, or give GPipe or pipelined no_chunk=['target']"
                 )
-            parts = split_rows(mapped(value, bring), sizes)
+            parts = split_rows(mapped(value, to_device), sizes)
             return [parts[pick[0]] if len(pick) == 1 else _join_parts([parts[i] for i in pick]) for pick in picks]
 
         return spread(self._target, divide, len(picks))
@@ -219,7 +219,7 @@ class Losses:
         def together() -> Any:
             assert self._loss_fn is not None
             output = join([one.output for one in apart.values()], [*apart])
-            result = self._call_user(self._loss_fn, output, *self._parts([[*apart]], self._bring))
+            result = self._call_user(self._loss_fn, output, *self._parts([[*apart]], self._to_device))
             return result[0] if isinstance(result, tuple) else result
 
         self._proof.compare(apart, self._sizes, together)
@@ -327,7 +327,7 @@ class MeanLoss(Losses):
     ) -> None:
         kept = _without_graph if takes_values else None
         to = functools.partial(bring, device=device)
-        super().__init__(loss_fn, weight, reduce, whole=whole, bring=to, kept=kept, proof=proof)
+        super().__init__(loss_fn, weight, reduce, whole=whole, to_device=to, kept=kept, proof=proof)
         self._given = target, chunk_sizes(rows_of(input), chunks)
         self._device = device
 

@@ -105,7 +105,7 @@ class Joined(Partition):
         return value
 
     def _mark(self, k: int, value: Any) -> None:
-        """Let backward note that it has come to part ``k``, which has returned ``value``."""
+        """Let backward note that it has reached part ``k``, which has returned ``value``."""
         for leaf in Batch.of(value, self._sources[k]).leaves:
             if leaf is not None and leaf.grad_fn is not None:
                 before = list(gradient_hooks(leaf))
