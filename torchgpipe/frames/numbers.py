@@ -10,8 +10,8 @@ Which of these rules it is, no name tells for sure. So the plain model runs on r
 labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
 `proof`. A model that is given ``num_items_in_batch`` may follow another rule then.
 
-Labels are counted before anything is launched, where the caller has them: labels on the host cost no wait. For labels on
-a device the host waits once.
+Labels are counted before anything is launched, where the caller has them: labels on the host cost no wait. For labels
+on a device the host waits once.
 """
 
 from __future__ import annotations
