@@ -17,6 +17,7 @@ from torchgpipe.model.values import Container, container, dotted, each, hidden, 
 
 __all__ = [
     "OWN_LOSSES",
+    "CacheOfMicroBatches",
     "JoinScalar",
     "Kinds",
     "Rule",
