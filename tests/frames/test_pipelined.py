@@ -730,6 +730,26 @@ def test_a_call_in_one_piece_says_so_once() -> None:
         model(X, use_cache=True)
 
 
+class TokenCache:
+    """What a decoder returns beside its output, and nobody looks at in training."""
+
+    def __init__(self, seen: Tensor) -> None:
+        self.seen = seen
+
+
+def test_a_cache_among_the_outputs_raises_when_it_is_used() -> None:
+    def forward(self: Chain, x: Tensor) -> Any:
+        x = Chain.forward(self, x)
+        return {"x": x, "cache": TokenCache(x)}
+
+    model: Any = pipelined(made(forward)(), X[:2], chunks=2, devices=TWO)
+    output = model(X)
+    output["x"].sum().backward()
+    assert not hasattr(copy.deepcopy(output["cache"]), "seen")
+    with pytest.raises(AttributeError, match=r"'seen' of a cache .* had a cache of its own, .* with use_cache=True"):
+        output["cache"].seen.sum()
+
+
 @pytest.mark.parametrize(
     "schedule, places", [("GPipe", [0, 1, 2]), ("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1] * 2)]
 )

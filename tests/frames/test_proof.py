@@ -61,7 +61,6 @@ def test_nothing_stays_behind(option: str) -> None:
     for parameter in model.parameters():
         parameter.register_hook(heard.append)
         parameter.register_post_accumulate_grad_hook(heard.append)
-    model.blocks[1].register_forward_hook(lambda *run: heard.append(run))
     model.blocks[0][0].weight.grad = torch.ones(4, 4)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters, modes, before = dict(model.named_parameters()), [one.training for one in model.modules()], states()

@@ -35,8 +35,8 @@ WHERE = {
 #: What a harmless program may be refused for.
 HARMLESS = (
     "the spine of the model has",  # fewer parts than partitions
-    "torch.utils.checkpoint is around an operation in partition",  # that takes a tensor from another device
-    # A checkpoint around an operation with a parameter that another device has.
+    # A checkpoint around an operation that takes a tensor, or a parameter, from another device.
+    "a micro-batch fails in the pipeline (RuntimeError: Expected all tensors to be on the same device",
     "torchgpipe.pipelined: not compared: gradients, because the plain model cannot be differentiated (RuntimeError: "
     "Expected all tensors to be on the same device",
 )

@@ -91,8 +91,11 @@ def test_it_is_the_users_own_object_there_and_back(name: str) -> None:
     with counted_calls(layer) as calls:
         output = model(**batch(name))
         assert_close(output.logits, plain(**batch(name)).logits)
-        assert_close(in_pipeline(model, chunks=4)(**batch(name)).logits, output.logits)
-    assert calls == [4] + [1] * 4
+        assert calls == [4]
+        in_pipeline(model, chunks=4)
+        calls.clear()  # The proof calls hooks, too.
+        assert_close(model(**batch(name)).logits, output.logits)
+    assert calls == [1] * 4
 
 
 def test_what_is_set_on_the_model_is_seen(model: Any) -> None:

@@ -6,7 +6,7 @@ outlives the call where the autograd graph does: a recomputation compares the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,8 +26,7 @@ from torchgpipe.engine.portal import Portal
 from torchgpipe.engine.record import Listener, Place, Recorder
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
-from torchgpipe.model.state import apart, may_be_state
-from torchgpipe.model.untouched import attributes
+from torchgpipe.model.state import copy_of_state, may_be_state, memory_of_state
 from torchgpipe.model.views import starts_in_place, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
@@ -177,9 +176,9 @@ class LayersColumn(Column):
             torch.clear_autocast_cache()
 
     @cached_property
-    def _keeps_tensors(self) -> bool:
-        # Looked for when an output may be one of them.
-        return any([module._buffers for module in self._partition.modules()]) or any(attributes(self._partition))
+    def _state(self) -> Set[int]:
+        # Looked for once, when an output may be a part of it.
+        return memory_of_state(self._partition)
 
     def run_layers(self, batch: Batch) -> Batch:
         """Return the output of a cell, given its input.
@@ -191,8 +190,8 @@ class LayersColumn(Column):
             # Else the first layer would change the user's mini-batch, and what a recomputation starts from.
             batch.leaves = tuple([None if leaf is None else leaf.clone() for leaf in batch.leaves])
         output = self._run_with_skips(batch) if self._has_skips else self._run(batch)
-        if any([leaf is not None and may_be_state(leaf) for leaf in output.leaves]) and self._keeps_tensors:
-            output.leaves = tuple([leaf if leaf is None else apart(self._partition, leaf) for leaf in output.leaves])
+        if any([leaf is not None and may_be_state(leaf) for leaf in output.leaves]) and (state := self._state):
+            output.leaves = tuple([leaf if leaf is None else copy_of_state(state, leaf) for leaf in output.leaves])
         return output
 
     def _run(self, batch: Batch) -> Batch:

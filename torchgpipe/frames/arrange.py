@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings, door_of, name_of, tensors_of
-from torchgpipe.frames.spine import Trace, spine_of
+from torchgpipe.frames.settings import Settings, find_door, iterate_tensors, name_of
+from torchgpipe.frames.spine import Trace, find_spine
 
 __all__ = ["arrange"]
 
@@ -58,7 +58,7 @@ def arrange(
     traces = studied.traces
     if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    spine = spine_of(module, traces[0], len(devices), begins)
+    spine = find_spine(module, traces[0], len(devices), begins)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)
@@ -71,8 +71,6 @@ def arrange(
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)
     doors = _Doors(module, traces[0], partitions, columns)
-    doors.verify_stored()
-    doors.verify_drawn()
     recomputed = doors.recomputed(checkpoint)
     names = doors.coarser() | recomputed
     return Settings(
@@ -91,7 +89,7 @@ def arrange(
 
 
 def _seconds(spine: list[Part], traced: Trace) -> list[float]:
-    """Return the time of each part. A later call of a module counts for the part that the model has come to."""
+    """Return the time of each part. A later call of a module counts for the part that the model has reached."""
     places = {name: k for k, part in enumerate(spine) for name in part.modules}
     seconds, k, end = [0.0] * len(spine), 0, -1
     for call in traced.calls:
@@ -221,15 +219,15 @@ class _Doors:
         self._columns = {name: column for name, (column, _) in places.items()}
         entered = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
         self._times = [0, *[start for start, _ in entered]]
-        #: The column and the partition that the run had come to at each of these times.
+        #: The column and the partition that the run had reached at each of these times.
         self._reached = [*accumulate([place for _, place in entered], max, initial=(0, 0))]
 
     def _place_at(self, time: int) -> tuple[int, int]:
-        """Return the column and the partition that a run has come to at a time of the trace."""
+        """Return the column and the partition that a run has reached at a time of the trace."""
         return self._reached[bisect_right(self._times, time) - 1]
 
     def again(self, doors: Mapping[str, int]) -> set[str]:
-        """Return the names of those of ``doors`` that a run comes to again in a later column."""
+        """Return the names of those of ``doors`` that a run calls again in a later column."""
         calls = [call for call in self._traced.calls if call.name in doors]
         return {call.name for call in calls if doors[call.name] < self._place_at(call.start)[0]}
 
@@ -237,35 +235,9 @@ class _Doors:
         """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
         return {
             name: self._place_at(self._traced.used.get(tensor, 0))[0]
-            for name, _, _, tensor in tensors_of(self._module)
-            if door_of(name, self._columns) is None
+            for name, _, _, tensor in iterate_tensors(self._module)
+            if find_door(name, self._columns) is None
         }
-
-    def verify_stored(self) -> None:
-        """Raise if a later partition uses a tensor that a module has put on itself: it may be another micro-batch's."""
-        for stored in self._traced.stored:
-            (first, _), (last, user) = self._place_at(stored.first), self._place_at(stored.last)
-            if last > first:
-                where = f"'{stored.module}'" if stored.module else "the model"
-                raise ValueError(
-                    f"{where} keeps the tensor '{stored.attribute}' on itself, and partition {user} uses it, where it "
-                    "may be that of another micro-batch; return it, or give a balance that keeps it and its user "
-                    "together"
-                )
-
-    def verify_drawn(self) -> None:
-        """Raise if partitions share a generator of the model's own: micro-batches would draw in no certain order."""
-        users: dict[torch.Generator, tuple[int, int]] = {}
-        for generator, time in self._traced.drawn:
-            column, user = self._place_at(time)
-            first, first_user = users.setdefault(generator, (column, user))
-            if column != first:
-                raise ValueError(
-                    f"partitions {first_user} and {user} draw from one torch.Generator of the model, in no certain "
-                    "order, as they work at the same time; draw from PyTorch's own generator, for which each "
-                    "micro-batch has a seed, give each module a generator, or a balance that keeps those that share "
-                    "it in one partition"
-                )
 
     def coarser(self) -> dict[str, int]:
         """Return fewer doors: where all within a module lead to one column, a door of the module replaces them."""
@@ -314,7 +286,7 @@ class _Doors:
 
     def _columns_of(self, name: str) -> set[int]:
         """Return the columns of a module: that of the door in front of it, or those of the doors within."""
-        door = door_of(name, self._columns)
+        door = find_door(name, self._columns)
         if door is not None:
             return {self._columns[door]}
         return {column for inner, column in self._columns.items() if inner.startswith(f"{name}.")}

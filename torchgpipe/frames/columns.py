@@ -88,7 +88,6 @@ class Shared(NamedTuple):
     Attributes:
         columns: where they compute
         aliases: the aliases of the model's parameters
-        buffers: the ids of the model's buffers
         owner: the identity of the pipeline
         crossed: what the first micro-batch has carried from partition to partition
         again: the names of the modules that are called again in later columns
@@ -97,7 +96,6 @@ class Shared(NamedTuple):
 
     columns: Columns
     aliases: Aliases
-    buffers: Set[int]
     owner: Owner
     crossed: list[Crossed]
     again: Set[str]

@@ -1,9 +1,9 @@
 """The doors of the spine: what runs when the model calls a module that belongs to a column.
 
 Whoever runs the model in a thread visits its doors: a frame of a mini-batch, a recomputation at backward, or a run in
-one piece. The visitor brings the arguments to the column of the module; then the door calls the module, whose hooks,
+one piece. The visitor imports the arguments into the column of the module; then the door calls the module, whose hooks,
 compiled code and checkpointing are behind the door. Without a visitor, as in a method of the model beside forward, the
-pipeline brings them, and brings back what the module returns.
+pipeline copies them there, and copies back what the module returns.
 
 A door takes the place of the module's own call. A copy or a pickle of the model has no doors until it runs, whatever a
 module puts into its state: a copied door would lead to the module of the original.
@@ -35,11 +35,11 @@ class Visitor(Protocol):
 
     owner: Owner
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value`` with its tensors where the run is."""
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Bring the arguments to the column of ``door``, and return what the module behind it returns."""
+        """Import the arguments into the column of ``door``, and return what the module behind it returns."""
 
 
 class Outside(Protocol):
@@ -50,7 +50,7 @@ class Outside(Protocol):
 
 
 #: The identity of a pipeline, for what its model holds: weakly, as its loss function may hold the model, and a cycle
-#: would keep a model alive that nobody has any more.
+#: would keep the model alive.
 Owner: TypeAlias = weakref.ref[Outside]
 
 
@@ -77,11 +77,10 @@ class Door:
         column: the column of the module
         recomputes: whether the module keeps only its inputs, and runs again at backward
         owner: the identity of the pipeline
-        is_encoder_layer: whether the module is a layer of PyTorch's own encoder
         layers: the numbers of the layers of a cache that the module uses, as transformers numbers them
     """
 
-    __slots__ = ("_behind", "_module", "column", "is_encoder_layer", "layers", "name", "owner", "recomputes")
+    __slots__ = ("_behind", "_module", "column", "layers", "name", "owner", "recomputes")
 
     def __init__(self, module: nn.Module, name: str, column: int, *, recomputes: bool, owner: Owner) -> None:
         # Weakly, as the module holds its door.
@@ -89,7 +88,6 @@ class Door:
         self.owner = owner
         self._behind = own_call(module)
         self.name, self.column, self.recomputes = name, column, recomputes
-        self.is_encoder_layer = isinstance(module, nn.TransformerEncoderLayer)
         numbers = [getattr(child, "layer_idx", None) for child in module.modules()]
         self.layers = sorted({number for number in numbers if isinstance(number, int)})
 

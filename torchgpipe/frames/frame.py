@@ -78,7 +78,7 @@ class Frame:
         self._end: End | None = None
         self._started = False
         self._ident = 0
-        # Each receives something when the other side hands over. They take half the time of a condition.
+        # The baton between worker and frame, in both directions: half the time of a condition.
         self._turn: SimpleQueue[None] = SimpleQueue()
         self._pause: SimpleQueue[None] = SimpleQueue()
         #: Held by the thread while it runs.
@@ -112,7 +112,7 @@ class Frame:
                 del error  # A stack that holds its own exception is a cycle, which would keep tensors alive.
 
     def _await_pause(self) -> None:
-        """Wait until the frame's thread hands over.
+        """Wait until the frame's thread pauses or ends.
 
         Raises:
             WaitsForever: the thread has only waited for longer than this mini-batch is patient.

@@ -16,7 +16,7 @@ from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.frame import Frame
-from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_shape, changes_values
+from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL
 from torchgpipe.model.values import each, mapped
 
 __all__ = ["Glue", "explain_compiler"]
@@ -26,13 +26,13 @@ _TO = {torch.Tensor.to, torch.Tensor.cuda}
 
 
 class Glue(TorchFunctionMode):
-    """Brings the arguments of operations between two modules of the spine: masks, residuals, the loss.
+    """Imports the arguments of operations between two modules of the spine: masks, residuals, the loss.
 
-    Inside modules of the spine this mode is off, because their arguments have been brought.
+    Inside modules of the spine this mode is off, because their arguments are imports.
 
     Args:
         frame: the frame in whose thread this mode is active
-        crossing: what the frame brings
+        crossing: the imports of the frame
         columns: the columns
     """
 
@@ -68,33 +68,18 @@ class Glue(TorchFunctionMode):
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
                 "cut; give a balance that keeps what it differentiates in one partition, or let one module do all of it"
             )
-        original: Any = args[0] if args else None
-        args = mapped(args, self._crossing.bring_operand)
-        out = kwargs.get("out")
+        args = mapped(args, self._crossing.import_tensor)
         if kwargs:
-            kwargs = mapped(kwargs, self._crossing.bring_operand)
-        is_brought = isinstance(original, Tensor) and original is not args[0]
-        if is_brought and changes_shape(func):
-            where = self._columns.names[frame.column]
-            raise RuntimeError(
-                f"the model calls '{getattr(func, '__name__', func)}' in {where} on a tensor of shape "
-                f"{tuple(original.shape)} from another partition, which it does not reach; use the form that returns "
-                "a new tensor (x = x.detach(), x.unsqueeze(1), ...), or give a balance that keeps both in one partition"
-            )
+            kwargs = mapped(kwargs, self._crossing.import_tensor)
         result = func(*args, **kwargs)
-        if is_brought and changes_values(func):
-            self._crossing.note_change(original)
-        if out is not None:
-            for _, tensor in each(out):
-                self._crossing.note_change(tensor)
         if isinstance(result, Tensor):
-            self._crossing.note_made(result)
+            self._crossing.mark_made(result)
         return result
 
     def _is_of_this_column(self, args: Any, kwargs: Any) -> bool:
         """Return whether all paths that `torch.autograd.grad` looks for are in the graph of this column."""
         given = args, kwargs
-        if mapped(given, self._crossing.bring_operand) is not given:
+        if mapped(given, self._crossing.import_tensor) is not given:
             return False
         named = {**dict(zip(("outputs", "inputs"), args)), **kwargs}
         # What has been computed here is not reached through an import; a leaf may have been used anywhere.

@@ -32,7 +32,7 @@ __all__ = [
     "Splitter",
     "arguments_of",
     "resized",
-    "varied",
+    "vary_row",
 ]
 
 
@@ -214,7 +214,7 @@ class Splitter:
         """
         rows = sum(sizes)
         faults: list[str] = []
-        divide = partial(self._divided, sizes=sizes, faults=faults)
+        divide = partial(self._divide, sizes=sizes, faults=faults)
         parts = [
             [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
             for name, value in self._named(arguments)
@@ -232,7 +232,7 @@ class Splitter:
 
         def choose(value: Any, path: str) -> list[Any] | None:
             is_split = isinstance(value, (Tensor, list)) and self._split.get(path)
-            return [_chosen(value, index)] if is_split else None
+            return [_choose_rows(value, index)] if is_split else None
 
         named = self._named(sample)
         return sample.with_values(
@@ -274,7 +274,7 @@ class Splitter:
     def _chunked(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self._named(arguments) if name not in self._whole)
 
-    def _divided(self, value: Any, path: str, sizes: list[int], faults: list[str]) -> list[Any] | None:
+    def _divide(self, value: Any, path: str, sizes: list[int], faults: list[str]) -> list[Any] | None:
         """Return what each micro-batch gets of a value, or None if that is to be looked into.
 
         Args:
@@ -285,7 +285,7 @@ class Splitter:
         """
         rows, is_tensor = sum(sizes), isinstance(value, Tensor)
         if is_cache(value):
-            return [_cache_rows(value, rows, sizes, i) for i in range(len(sizes))]
+            return [_split_cache(value, rows, sizes, i) for i in range(len(sizes))]
         if not is_tensor and (type(value) is not list or not self._split.get(path, has_an_item_for_each(value, rows))):
             return None
         length = _length(value)
@@ -368,7 +368,7 @@ def _length(value: Any) -> int:
     return len(value) if value.layout is torch.strided and not value.is_nested and value.dim() else 0
 
 
-def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
+def _split_cache(value: Any, rows: int, sizes: list[int], i: int) -> Any:
     """Return the rows of micro-batch ``i`` of a cache, whose tensors are among its attributes."""
 
     def part(tensor: Tensor) -> Tensor:
@@ -377,15 +377,15 @@ def _cache_rows(value: Any, rows: int, sizes: list[int], i: int) -> Any:
     return mapped(value, part, caches=True)
 
 
-def _chosen(value: Any, index: list[int]) -> Any:
+def _choose_rows(value: Any, index: list[int]) -> Any:
     """Return rows of a tensor, or items of a list, by their numbers; an item that is chosen again is varied."""
     if isinstance(value, Tensor):
         # Detached, or a backward would add gradients to what the caller's sample was made of.
         return value.detach()[index].requires_grad_(value.requires_grad)
-    return [mapped(value[k], partial(varied, count=i if k in index[:i] else 0)) for i, k in enumerate(index)]
+    return [mapped(value[k], partial(vary_row, count=i if k in index[:i] else 0)) for i, k in enumerate(index)]
 
 
-def varied(row: Tensor, count: int, largest: int = 0, *, mildly: bool = False) -> Tensor:
+def vary_row(row: Tensor, count: int, largest: int = 0, *, mildly: bool = False) -> Tensor:
     """Return a row that has occurred ``count`` times before with other numbers of the same range.
 
     Args:
@@ -414,9 +414,9 @@ def resized(value: Any, before: int, rows: int) -> Any:
     """Return a value, of which everything that has ``before`` rows is split, with ``rows`` of them."""
     index = [k % max(1, before) for k in range(rows)]
     if has_an_item_for_each(value, before):
-        return _chosen(value, index)
+        return _choose_rows(value, index)
 
     def choose(tensor: Tensor) -> Tensor:
-        return _chosen(tensor, index) if _length(tensor) == before > 0 else tensor
+        return _choose_rows(tensor, index) if _length(tensor) == before > 0 else tensor
 
     return mapped(value, choose, caches=True)

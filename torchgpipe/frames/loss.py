@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
-from torchgpipe.frames.numbers import rule_of, shares, verify_seen
-from torchgpipe.frames.outputs import OWN_LOSSES, Rule, join, own_loss, path_of_own_loss
+from torchgpipe.frames.numbers import compute_shares, find_rule, verify_seen
+from torchgpipe.frames.outputs import OWN_LOSSES, Rule, find_path_of_loss, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import Losses
 from torchgpipe.model.loss_proof import LossProof
@@ -26,7 +26,7 @@ class MicroBatchLoss(Losses):
         settings: the settings of the module
         batch: the micro-batches
         target: the target of the mini-batch, for the loss function
-        bring: brings a tensor of the target to where the loss is computed
+        to_device: copies a tensor of the target to where the loss is computed
         training: whether the model is in training
         proof: what has been proved of the loss function; None to prove nothing
     """
@@ -36,7 +36,7 @@ class MicroBatchLoss(Losses):
         settings: Settings,
         batch: SplitBatch,
         target: Any,
-        bring: Callable[[Tensor], Tensor],
+        to_device: Callable[[Tensor], Tensor],
         *,
         training: bool,
         proof: LossProof | None = None,
@@ -46,7 +46,7 @@ class MicroBatchLoss(Losses):
             settings.weight,
             settings.reduce,
             whole=settings.whole_target,
-            bring=bring,
+            to_device=to_device,
             kept=lambda values: mapped(values, Tensor.detach),
             proof=proof,
         )
@@ -57,8 +57,8 @@ class MicroBatchLoss(Losses):
         self._own: dict[str, list[float]] = {}
         self._rules: dict[str, Rule] = {}
         if self._loss_fn is None or (target is None and self._weight is None):
-            self._rules = {path: rule_of(settings, batch, path) for path in OWN_LOSSES}
-            known = {rule: shares(settings, batch, rule) for rule in {*self._rules.values()}}
+            self._rules = {path: find_rule(settings, batch, path) for path in OWN_LOSSES}
+            known = {rule: compute_shares(settings, batch, rule) for rule in {*self._rules.values()}}
             self._own = {path: known[rule] for path, rule in self._rules.items()}
 
     def of(self, i: int, output: Any) -> tuple[Tensor, float]:
@@ -67,11 +67,11 @@ class MicroBatchLoss(Losses):
         Raises:
             ValueError: there is no loss, or it is not a tensor of one number.
         """
-        loss, factor = self._weighed(i, output)
+        loss, factor = self._weigh(i, output)
         self._shares[i] = loss.detach() * factor
         return loss, factor
 
-    def _weighed_by(self, targets: list[Any]) -> list[Any]:
+    def _list_weighed(self, targets: list[Any]) -> list[Any]:
         return self._batch.named if self._target is None else targets
 
     def _loss_of(self, i: int, output: Any) -> Any:
@@ -93,7 +93,7 @@ class MicroBatchLoss(Losses):
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
         if self._own and loss is own_loss(output):
-            self._pair, path = (), path_of_own_loss(output)  # The sample has shown what it is.
+            self._pair, path = (), find_path_of_loss(output)  # The sample has shown what it is.
             verify_seen(self._settings, self._batch, path)
             return self._own[path][i]
         return super()._factor(i, output, loss)

@@ -272,7 +272,7 @@ class MiniBatch:
             if self.aliases.host_memory is not None:
                 where = f"micro-batch {i} of the model"
                 self.aliases.verify_returned([tensor for _, tensor in each(output)], where)
-            self._finish(i, traveller.bring(output), cells[-1].export if cells else None)
+            self._finish(i, traveller.import_value(output), cells[-1].export if cells else None)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
         with watch(self.aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.engine.host_memory import verify_home
-from torchgpipe.frames.settings import Settings, tensors_of
+from torchgpipe.frames.settings import Settings, iterate_tensors
 from torchgpipe.model.placement import give_memory, move_parameter
 
 __all__ = ["move"]
@@ -23,7 +23,7 @@ def move(module: nn.Module, settings: Settings) -> None:
     Raises:
         ValueError: a buffer on the meta device is in no ``state_dict``, so nothing could load it.
     """
-    tensors = list(tensors_of(module))
+    tensors = list(iterate_tensors(module))
     lost = [
         full
         for full, child, name, tensor in tensors

@@ -10,8 +10,8 @@ Which of these rules it is, no name tells for sure. So the plain model runs on r
 labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
 `proof`. A model that is given ``num_items_in_batch`` may follow another rule then.
 
-Labels are counted before anything is launched, and where the caller has them: on the host, nobody waits for a device.
-For labels on a device the host waits once.
+Labels are counted before anything is launched, where the caller has them: labels on the host cost no wait. For labels
+on a device the host waits once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.outputs import JoinScalar, Rule, are_equal
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import counted, numbers
+from torchgpipe.model.loss import count_labels, to_floats
 
-__all__ = ["gives_items", "joiner", "rule_of", "rules_to_try", "shares", "verify_seen"]
+__all__ = ["compute_shares", "find_rule", "has_item_count", "joiner", "list_rules", "verify_seen"]
 
 
-def gives_items(batch: SplitBatch) -> bool:
+def has_item_count(batch: SplitBatch) -> bool:
     """Return whether a mini-batch says how many labels the loss is divided by."""
     return batch.named[0].get("num_items_in_batch") is not None
 
 
-def rules_to_try(settings: Settings) -> list[Rule]:
+def list_rules(settings: Settings) -> list[Rule]:
     """Return the rules that a number of the model may follow, the usual ones first."""
     if settings.reduce == "sum":
         return ["sum"]
@@ -43,15 +43,15 @@ def rules_to_try(settings: Settings) -> list[Rule]:
     return ["labels", "shifted", "rows"] if settings.reduce == "mean" else ["labels", "shifted", "rows", "sum"]
 
 
-def rule_of(settings: Settings, batch: SplitBatch, path: str) -> Rule:
+def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     """Return the rule of an output: the one that the sample has shown, or else the usual one."""
     study = settings.study
-    (usual, *others) = rules_to_try(settings)
-    known = study.rules.get(gives_items(batch), {}).get(path)
+    (usual, *others) = list_rules(settings)
+    known = study.rules.get(has_item_count(batch), {}).get(path)
     if not others or known is not None:
         return usual if known is None else known
     # The sample had no such number, or no proof: the losses that transformers names divide by what they are given.
-    return usual if not study.predicts_next else "sum" if gives_items(batch) else "shifted"
+    return usual if not study.predicts_next else "sum" if has_item_count(batch) else "shifted"
 
 
 def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
@@ -66,27 +66,27 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
         if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
         if name not in {*batch.splitter.given, "num_items_in_batch"}
     ]
-    if new and len(batch.sizes) > 1 and len(rules_to_try(settings)) > 1:
+    if new and len(batch.sizes) > 1 and len(list_rules(settings)) > 1:
         raise ValueError(
             f"how the output '{path}' of micro-batches is joined may depend on {new}, which the sample did not give; "
             "give pipelined a sample with it, or reduce='sum', if micro-batches are to be added up"
         )
 
 
-def shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
+def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
     """Return the factor of each micro-batch in a number of the mini-batch."""
     if rule == "sum":
         return [1.0] * len(batch.sizes)
     if rule == "given":
         assert settings.weight is not None
-        weights = numbers([settings.weight(part) for part in batch.named])
+        weights = to_floats([settings.weight(part) for part in batch.named])
     elif rule == "rows":
-        weights = numbers(batch.sizes)
+        weights = to_floats(batch.sizes)
     else:
         name, ignored = settings.study.labels
-        weights = numbers(
+        weights = to_floats(
             [
-                counted(batch.splitter.tensors(part).get(name), ignored, size, shifts=rule == "shifted")
+                count_labels(batch.splitter.tensors(part).get(name), ignored, size, shifts=rule == "shifted")
                 for part, size in zip(batch.parts, batch.sizes)
             ]
         )
@@ -97,8 +97,8 @@ def shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
 def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
     # The caller's own weights may want labels that are not there, and are asked for a number only.
-    usual = {*settings.study.rules.get(gives_items(batch), {}).values(), rule_of(settings, batch, "")} - {"given"}
-    known: dict[Rule, list[float]] = {rule: shares(settings, batch, rule) for rule in usual}
+    usual = {*settings.study.rules.get(has_item_count(batch), {}).values(), find_rule(settings, batch, "")} - {"given"}
+    known: dict[Rule, list[float]] = {rule: compute_shares(settings, batch, rule) for rule in usual}
 
     def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():
@@ -109,9 +109,9 @@ def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
                 "model.step, whose loss_fn gets the output of each micro-batch"
             )
         verify_seen(settings, batch, path)
-        rule = rule_of(settings, batch, path)
+        rule = find_rule(settings, batch, path)
         if rule not in known:
-            known[rule] = shares(settings, batch, rule)
+            known[rule] = compute_shares(settings, batch, rule)
         # A mean over no labels is nan.
         parts = [value * share for value, share in zip(values, known[rule]) if share]
         return torch.stack(parts).sum() if parts else values[0]

@@ -1,4 +1,4 @@
-"""What operations do to their first argument, as far as function modes and names tell."""
+"""What operations do, as far as function modes and names tell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DIFFERENTIATES", "OF_THE_ORIGINAL", "changes_shape", "changes_values"]
+__all__ = ["DIFFERENTIATES", "OF_THE_ORIGINAL", "changes_in_place"]
 
 #: What asks for a tensor's description, its whole gradient or its memory on the host: the tensor itself answers that.
 OF_THE_ORIGINAL = {
@@ -33,23 +33,7 @@ OF_THE_ORIGINAL = {
 
 DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
-_CHANGE_SHAPE = {
-    "as_strided_",
-    "detach_",
-    "rename_",
-    "requires_grad_",
-    "resize_",
-    "resize_as_",
-    "set_",
-    "squeeze_",
-    "swapaxes_",
-    "swapdims_",
-    "t_",
-    "transpose_",
-    "unsqueeze_",
-}
-
-_IN_PLACE_OPERATORS = {
+_IN_PLACE = {"__setitem__"} | {
     f"__i{name}__"
     for name in (
         *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow"),
@@ -60,12 +44,7 @@ _IN_PLACE_OPERATORS = {
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def changes_shape(func: Callable[..., Any]) -> bool:
-    """Return whether ``func`` changes what its first argument is, such as its shape, its graph or its memory."""
-    return func.__name__ in _CHANGE_SHAPE or func == _SET_DATA
-
-
-def changes_values(func: Callable[..., Any]) -> bool:
-    """Return whether ``func`` changes the values of its first argument in place."""
+def changes_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether ``func`` changes its first argument in place: its values, shape, graph or memory."""
     name = func.__name__
-    return name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__") or name in _IN_PLACE_OPERATORS
+    return name in _IN_PLACE or func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))

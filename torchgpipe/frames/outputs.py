@@ -17,14 +17,15 @@ from torchgpipe.model.values import Container, container, dotted, each, hidden, 
 
 __all__ = [
     "OWN_LOSSES",
+    "CacheOfMicroBatches",
     "JoinScalar",
     "Kinds",
     "Rule",
     "are_equal",
+    "find_kinds",
+    "find_path_of_loss",
     "join",
-    "kinds_of",
     "own_loss",
-    "path_of_own_loss",
     "verify_known",
 ]
 
@@ -50,12 +51,12 @@ def own_loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
-def path_of_own_loss(output: Any) -> str:
+def find_path_of_loss(output: Any) -> str:
     """Return the path of what `own_loss` returns."""
     return "value" if isinstance(output, Tensor) else "[0]" if type(output) is tuple else "loss"
 
 
-def kinds_of(output: Any, rows: int, twin_output: Any, twin_rows: int) -> Kinds:
+def find_kinds(output: Any, rows: int, twin_output: Any, twin_rows: int) -> Kinds:
     """Return how outputs depend on the rows.
 
     Args:
@@ -133,7 +134,7 @@ class _Joiner:
             if key not in self._done:
                 self._done[key] = self._tensor(values, path or "value")
             return self._done[key]
-        containers = _opened(values)
+        containers = _open_all(values)
         if containers is None:
             return self._of_no_container(values, path)
         if type(first) in (list, tuple) and self._has_rows(values, path or "value"):
@@ -151,7 +152,7 @@ class _Joiner:
         if any([type(value) is not type(first) for value in values]):
             raise _differs(path, [type(value).__name__ for value in values])
         if is_cache(first):
-            return _lazily_joined(values, self._sizes)
+            return CacheOfMicroBatches()
         path = path or "value"
         counts = self._kinds.get(path) == "counts"
         if counts or not all([_is_known_equal(value, first) for value in values]):
@@ -237,9 +238,9 @@ def are_equal(values: Sequence[Tensor]) -> bool:
     return not rest or bool(torch.stack([(tensor == first).all() for tensor in rest]).all())
 
 
-def _opened(values: Sequence[Any], *, caches: bool = False) -> list[Container] | None:
+def _open_all(values: Sequence[Any]) -> list[Container] | None:
     """Open values; return None unless all are containers of one kind."""
-    opened = [container(value, caches=caches) for value in values]
+    opened = [container(value) for value in values]
     containers = [value for value in opened if value is not None]
     are_alike = len(containers) == len(values) and len({value.kind for value in containers}) == 1
     return containers if are_alike else None
@@ -256,34 +257,11 @@ def _differs(path: str, shown: list[str]) -> ValueError:
     )
 
 
-def _lazily_joined(caches: list[Any], sizes: Sequence[int]) -> Any:
-    """Return a cache of the same class, whose tensors are concatenated when it is first used.
+class CacheOfMicroBatches:
+    """Stands for the caches of micro-batches, which decoders return in training by default."""
 
-    Decoders return a cache in training by default, and hardly anybody looks at it.
-    """
-    kind: Any = type(caches[0])
-    pending = list(caches)
-
-    def fill(self: Any, name: str) -> Any:
-        if not pending:
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-        state = _joined_state([vars(cache) for cache in pending], sizes)
-        pending.clear()
-        object.__setattr__(self, "__class__", kind)
-        vars(self).update(state)
-        return getattr(self, name)
-
-    lazy: Any = type(kind.__name__, (kind,), {"__getattr__": fill, "__module__": kind.__module__})
-    return lazy.__new__(lazy)
-
-
-def _joined_state(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
-        has_rows = first.dim() > 0 and all([len(tensor) == size for tensor, size in zip(values, sizes)])
-        return torch.cat([tensor.detach() for tensor in values]) if has_rows else first
-    containers = _opened(values, caches=True)
-    if containers is None:
-        return first
-    items = zip(*[opened.items for opened in containers])
-    return containers[0].rebuilt([_joined_state(values, sizes) for values in items])
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'{name}' of a cache that a pipelined model has returned: each micro-batch had a cache of its own, and "
+            "these are not joined; call the model under torch.no_grad() with use_cache=True, which gives one cache"
+        )

@@ -317,7 +317,6 @@ class Pipeline:
             places = [Place(stream, names) for stream, names in zip(computing, settings.parts)]
             step = recorder.begin_step(len(batch.sizes), places, actions)
         columns = Columns(settings, self.streams, labelled(step), patience)
-        buffers = set(map(id, module.buffers())) if columns.copies else frozenset[int]()
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
         modes = modes_of(module)
@@ -327,7 +326,7 @@ class Pipeline:
             f"{type(module).__name__}.forward",
             inputs,
             finish,
-            Shared(columns, aliases, buffers, self.identity, [], settings.again, {}),
+            Shared(columns, aliases, self.identity, [], settings.again, {}),
             random_numbers,
             actions,
             backward=backward,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -21,33 +20,31 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.engine.aliases import weights_of
 from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.door import remove_door, this_thread
 from torchgpipe.frames.inputs import Arguments, arguments_of
-from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.proof import FramesProof, prove
+from torchgpipe.frames.pipelined_module import (
+    ATTRIBUTES,
+    has_argument,
+    is_pipelined,
+    make_pipelined,
+    runs_of,
+    verify_fitting,
+)
+from torchgpipe.frames.proof import prove
 from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.comparison import Comparison
-from torchgpipe.model.loss import NO_TARGET, verify_loss
-from torchgpipe.model.placement import move_buffers
+from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.settings import verify_chunks
-from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule import Schedule, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
 __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
 
 M = TypeVar("M", bound=nn.Module)
 
-#: The attribute of the module with its settings.
-_SETTINGS = "_torchgpipe"
-
-#: The attribute with what runs it, which copies and pickles leave out.
-_RUNS = "_torchgpipe_runs"
-
-#: How many partitions a device has under ``offload``, if nobody says.
+#: How many partitions a device has under ``offload``, unless ``partitions`` says it.
 _PARTITIONS_EACH = 8
 
 
@@ -124,8 +121,8 @@ def pipelined(
         may_differ: the names of outputs, such as a loss that balances experts over the batch, that may differ between
             rows together and rows apart, with a warning
         target: the target of the sample, with which ``verify`` compares the loss of ``loss_fn``, too
-        offload: whether parameters stay in host memory: those of a partition come to its device when it computes, and
-            leave afterwards, so a model may be larger than all devices. What recomputation keeps waits in host memory,
+        offload: whether parameters stay in host memory: those of a partition are on its device only while it
+            computes, so a model may be larger than all devices. What recomputation keeps waits in host memory,
             too; with ``'weights'``, on the devices
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
@@ -162,11 +159,6 @@ def pipelined_apart(module: M, sample: Any, *, studied: Study | None = None, **o
     call = inspect.signature(pipelined).bind(module, sample, **options)
     call.apply_defaults()
     return _pipelined(**call.arguments, apart=True, studied=studied)  # type: ignore[no-any-return]
-
-
-def runs_of(module: nn.Module) -> Pipeline | None:
-    """Return what runs a pipelined module, or None if the module is not pipelined."""
-    return module._runs() if isinstance(module, _Pipelined) else None
 
 
 def _pipelined(
@@ -211,7 +203,7 @@ def _pipelined(
         places,
         fixed=fixed,
         balance=balance,
-        no_chunk=[name for name in whole if name != "target" or _has_argument(module.forward, name)],
+        no_chunk=[name for name in whole if name != "target" or has_argument(module.forward, name)],
         checkpoint=checkpoint,
         apart=apart or schedule in APART or bool(offload),
         studied=studied,
@@ -226,17 +218,13 @@ def _pipelined(
     )
     if offload:
         verify_fits(_sizes(module, settings), slots)
-    _fitting(settings, schedule)
+    verify_fitting(settings, schedule)
     move(module, settings)
-    vars(module)[_SETTINGS] = settings
-    _tell_trainers(module, settings)
-    kind: Any = type(module)
-    module.__class__ = _subclass(kind)
-    cast(Any, module)._runs().prepare()  # Methods beside forward have doors from now on.
+    runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
         try:
             with _telling():
-                _prove(module, arguments, target, verifies=verify is not False)
+                _prove(runs, arguments, target, verifies=verify is not False)
         except BaseException as error:
             if ran_out_of_memory(error):
                 error.add_note(
@@ -256,11 +244,11 @@ def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.devic
     return list(zip(settings.labels, settings.devices, map(bytes_of, weights)))
 
 
-def _prove(module: Any, sample: Arguments, target: Any, *, verifies: bool) -> None:
+def _prove(runs: Pipeline, sample: Arguments, target: Any, *, verifies: bool) -> None:
     """Compare a pipelined module with the plain one on the sample.
 
     Args:
-        module: the pipelined module
+        runs: what runs the module
         sample: its arguments
         target: the target of its loss function, if that is to be compared
         verifies: whether to refuse what differs; if not, only the rules of its numbers are looked for
@@ -268,7 +256,7 @@ def _prove(module: Any, sample: Arguments, target: Any, *, verifies: bool) -> No
     Raises:
         ValueError: the two differ.
     """
-    proof = prove(module._runs(), sample, target, verifies=verifies)
+    proof = prove(runs, sample, target, verifies=verifies)
     faults = proof.comparison.faults
     if faults and verifies:
         raise ValueError(f"{faults[0]} (verify=False skips this comparison, and results may be wrong)")
@@ -374,268 +362,11 @@ def verify_module(module: Any) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise TypeError(f"'{name}' is a ScriptModule, which has no Python forward to see; use the plain module")
-        if _SETTINGS in vars(child) or isinstance(child, GPipe):
+        if is_pipelined(child) or isinstance(child, GPipe):
             undone = "unwrap()" if isinstance(child, GPipe) else "unpipelined()"
             raise TypeError(
                 f"{f'the module {name!r} inside' if name else 'the module'} is a pipeline already; call {undone} first"
             )
-    taken = [name for name in ("step", "verify", "layout", "unpipelined") if hasattr(module, name)]
+    taken = [name for name in ATTRIBUTES if hasattr(module, name)]
     if taken:
         raise TypeError(f"{type(module).__name__} has attributes {taken}, which a pipelined module needs; rename them")
-
-
-def _tell_trainers(module: Any, settings: Settings) -> None:
-    """Note the devices where trainers look, so that they neither move nor wrap the module."""
-    told = _device_map(settings)
-    on_accelerators = {device for device in told.values() if device.type != "cpu"}
-    if len(on_accelerators) > 1 or (on_accelerators and settings.offload is not None):
-        module.hf_device_map = told
-
-
-def _device_map(settings: Settings) -> dict[str, torch.device]:
-    return {name: settings.devices[column] for name, column in settings.doors.items()}
-
-
-class _Pipelined(nn.Module):
-    """The methods of a pipelined module, in front of those of its own class."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        visitor = this_thread.visitor
-        if visitor is not None:
-            if visitor.owner is self._runs().identity:  # The model calls itself.
-                return self._torchgpipe_forward(*args, **kwargs)
-            args, kwargs = visitor.bring((args, kwargs))
-        if torch.compiler.is_dynamo_compiling():
-            from torchgpipe.devices.uncompiled import uncompiled
-
-            return uncompiled(self.forward, *args, **kwargs)
-        return self._runs().forward(args, kwargs)
-
-    @property
-    def _pipeline_devices(self) -> list[torch.device]:
-        """The devices, for a `GPipe` that has this module as a layer."""
-        return _settings_of(self).devices
-
-    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Any:
-        """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
-
-        Args:
-            *args: as for the model
-            target: the target of the loss function, if there is one, on any device; see :meth:`GPipe.step`
-            scaler: scales the loss before backward; see :meth:`GPipe.step`
-            **kwargs: as for the model
-
-        Returns:
-            the loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
-        """
-        runs = self._runs()
-        if scaler is not None and _has_argument(self._torchgpipe_forward, "scaler"):
-            raise TypeError(
-                "step(scaler=) scales the loss, and forward of the model has an argument of the same name; pass that "
-                "one by position, and scale the loss in loss_fn"
-            )
-        try:
-            return runs.step(args, target, kwargs, scaler)
-        except TypeError as error:
-            if (
-                target is None
-                and runs.settings.loss_fn is not None
-                and not _takes(self._torchgpipe_forward, args, kwargs)
-            ):
-                error.add_note(NO_TARGET)
-            raise
-
-    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Comparison:
-        """Compare the pipeline with the plain model on a mini-batch, and leave nothing behind. ::
-
-            print(model.verify(input_ids, labels=labels))
-
-        The pipeline and the plain model run on the same micro-batches, in training and in evaluation. The table
-        compares outputs, changed buffers and the gradients of all parameters. Of the plain model alone, it compares the
-        outputs of all rows together with those of the micro-batches, and numbers among them, such as a loss, with their
-        gradients: in evaluation, if the model draws random numbers, has batch norms or changes buffers in training.
-
-        Args:
-            *args: as for the model
-            target: as for :meth:`step`; with a target, the loss function is compared, too
-            **kwargs: as for the model
-
-        Returns:
-            a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
-
-        Raises:
-            ValueError: the plain model takes the mini-batch, but not as micro-batches, or a micro-batch fails in the
-                pipeline only.
-            RuntimeError: a micro-batch waits for ever, as for a lock.
-            Exception: what the plain model raises, with a note.
-        """
-        runs = self._runs()
-        batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
-        with_loss = target is not None and runs.settings.loss_fn is not None
-        return FramesProof(runs, batch, target, with_loss=with_loss).verify()
-
-    @property
-    def _torchgpipe_forward(self) -> Callable[..., Any]:
-        """The forward of the user's own class."""
-        return functools.partial(_plain(self).forward, self)
-
-    def _runs(self) -> Pipeline:
-        """Return what runs this module, and make it if there is none, as for a copy; a shallow one has another's."""
-        runs: Pipeline | None = vars(self).get(_RUNS)
-        if runs is None or runs.module is not self:
-            runs = vars(self)[_RUNS] = Pipeline(self, _settings_of(self))
-        return runs
-
-    @property
-    def layout(self) -> Layout:
-        """The spine, the partitions, and what crosses their boundaries; printed as a table."""
-        return _settings_of(self).layout
-
-    def unpipelined(self) -> Any:
-        """Give the module its own class back, and return it; its parameters stay where they are.
-
-        Under ``offload`` they are in host memory, and buffers go there, too.
-        """
-        if type(self).__mro__[1] is not _Pipelined:
-            raise RuntimeError(
-                f"{type(self).__name__} has got another class on top of the pipeline, perhaps by a parametrization or "
-                "fully_shard; undo that first"
-            )
-        for child in self.modules():
-            remove_door(child)
-        vars(self).pop(_RUNS, None)
-        settings = vars(self).pop(_SETTINGS)
-        if vars(self).get("hf_device_map") == _device_map(settings):
-            del self.hf_device_map
-        self.__class__ = _plain(self)
-        if settings.offload is not None:
-            move_buffers(self, torch.device("cpu"))
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "checkpoint" and not hasattr(self, name):  # It would have no effect.
-            raise AttributeError(
-                "checkpoint of a pipelined model cannot be set; call unpipelined().to('cpu'), and then "
-                "pipelined(..., checkpoint=...)"
-            )
-        super().__setattr__(name, value)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # The pipeline manages the place of parameters and buffers; only their dtype may change.
-        settings = _settings_of(self)
-        at_home = [torch.device("cpu")] if settings.offload is not None else []
-        for device in {*settings.devices, *at_home}:
-            probe = torch.empty(0, device=device)
-            moved = fn(probe).device
-            if moved != probe.device and not moved.type == probe.device.type == "cpu":
-                raise TypeError(
-                    f"denied to move a pipelined {type(self).__name__}, whose partitions are on "
-                    f"{[*map(str, settings.devices)]}"
-                    + ", with weights in host memory" * (settings.offload is not None)
-                    + ", where they stay: leave this call out, or call unpipelined() first"
-                )
-        # A class that overrides this method, as that of YOLOv5, may not know of `recurse`.
-        return super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-    def _replicate_for_data_parallel(self) -> Any:
-        # DataParallel calls this method of every module inside, in the caller's thread, before it runs anything.
-        raise RuntimeError(
-            f"nn.DataParallel cannot be around a pipelined {type(self).__name__}: it would run a copy of the model on "
-            "each GPU, where the pipeline already uses several; leave nn.DataParallel out, as a Trainer does if it "
-            "gets the pipelined model itself, whose hf_device_map it reads"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        return (_rebuilt, (_plain(self),), *made[2:])
-
-    def extra_repr(self) -> str:
-        settings = _settings_of(self)
-        devices = [str(partition.device) for partition in settings.layout.partitions]
-        said = [super().extra_repr()]
-        said += [f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"]
-        if settings.offload is not None:
-            slots, _, rests = settings.offload
-            said += [f"offload={True if rests else 'weights'!r}, slots={slots}"]
-        return ", ".join(filter(None, said))
-
-
-class _Setting:
-    """An attribute of a pipelined module that is a setting, if the module has no attribute of this name itself."""
-
-    def __init__(self, name: str, verified: Callable[[Settings, Any], Any]) -> None:
-        self._name, self._verified = name, verified
-
-    def __get__(self, module: Any, kind: type[nn.Module] | None = None) -> Any:
-        if module is None:
-            return self
-        own = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
-        return own[self._name] if self._name in own else getattr(_settings_of(module), self._name)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        if self._name in vars(module):
-            vars(module)[self._name] = value
-        else:
-            settings = _settings_of(module)
-            setattr(settings, self._name, self._verified(settings, value))
-
-
-def _fitting(settings: Settings, schedule: Schedule) -> Schedule:
-    verify_name(schedule)
-    program_of(schedule, settings.chunks if callable(schedule) else None, places_of(settings.devices))
-    return schedule
-
-
-_SETTABLE = {"chunks": lambda _, chunks: verify_chunks(chunks), "schedule": _fitting}
-
-
-def _settings_of(module: nn.Module) -> Settings:
-    settings: Settings = vars(module)[_SETTINGS]
-    return settings
-
-
-def _plain(module: nn.Module) -> Any:
-    """Return the user's class of a pipelined module."""
-    order = type(module).__mro__
-    return order[order.index(_Pipelined) + 1]
-
-
-@functools.cache
-def _subclass(kind: Any) -> Any:
-    """Return the class of pipelined modules of a class, which looks like that class."""
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": f"Pipelined by torchgpipe: has step(), verify(), layout and unpipelined().\n\n{kind.__doc__ or ''}",
-        # Trainers read which arguments forward takes. No __wrapped__, which they would call past the pipeline.
-        "forward": _forward_like(kind),
-        **{name: _Setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},
-    }
-    return type(kind)(kind.__name__, (_Pipelined, kind), names)
-
-
-def _has_argument(forward: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(forward).parameters
-
-
-def _takes(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(forward).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _forward_like(kind: type[nn.Module]) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Pipelined.forward(self, *args, **kwargs)
-
-    forward.__doc__ = kind.forward.__doc__
-    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    return forward
-
-
-def _rebuilt(kind: Any) -> Any:
-    """Return a new pipelined module without state, for copies and pickles."""
-    subclass = _subclass(kind)
-    return subclass.__new__(subclass)

@@ -10,31 +10,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.cell import Export
 from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
-from torchgpipe.frames.loss import MicroBatchLoss
-from torchgpipe.frames.numbers import gives_items, joiner, rules_to_try, shares
+from torchgpipe.frames.numbers import compute_shares, has_item_count, joiner, list_rules
 from torchgpipe.frames.outputs import Rule, join, verify_known
-from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
+from torchgpipe.frames.pipeline import Pipeline
+from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
-from torchgpipe.frames.variation import variations
-from torchgpipe.frames.visitors import unobserved
-from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of
+from torchgpipe.frames.variation import vary_sample
+from torchgpipe.model.comparison import Compared, Comparison, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode
-from torchgpipe.model.values import copy_of, each, mapped
-from torchgpipe.proof.proof import Gradients, Number, PlainFails, PlainRun, Proof, Roots, Take, prints
-from torchgpipe.replay.random import generators_in
+from torchgpipe.model.values import each, mapped
+from torchgpipe.proof.proof import Number, PlainFails, PlainRun, take_fingerprints
 from torchgpipe.schedule.programs import SPLITTING
 
 __all__ = ["FramesProof", "prove"]
@@ -58,7 +55,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     if splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        tried = variations(splitter, sample, settings.study.labels, must_differ=verifies)
+        tried = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
     with_loss = target is not None and settings.loss_fn is not None
     for k, arguments in enumerate(tried):
         settings.study.rules.clear()
@@ -78,50 +75,8 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     return proof
 
 
-class _Aliased(Take):
-    """The aliases of a run, by the names of their parameters."""
-
-    def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
-        self.aliases, self._names = aliases, names
-
-    def own(self) -> list[Tensor]:
-        return self.aliases.all()
-
-    def take(self) -> Iterator[tuple[str, Tensor | None]]:
-        return zip([self._names[parameter] for parameter in self.aliases.trained], self.aliases.take())
-
-
-class FramesProof(Proof):
-    """The comparison of a pipelined model with the plain model on one mini-batch.
-
-    Args:
-        pipeline: what runs the pipelined model
-        batch: the mini-batch
-        target: the target of the loss function
-        with_loss: whether to compare the loss function of a step, and not what the model returns
-
-    Attributes:
-        differing: the outputs that may differ, and do
-    """
-
-    def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any = None, *, with_loss: bool = False) -> None:
-        self._pipeline, self._settings = pipeline, pipeline.settings
-        self._model: Any = pipeline.module
-        super().__init__(pipeline.module, self._settings.devices, batch.sizes, self._settings.study.epsilon)
-        with torch.inference_mode(False):
-            self._batch = batch.mapped(copy_of)
-            self._target = mapped(target, copy_of) if with_loss else None
-        self._with_loss = with_loss
-        self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
-        self._random: NumbersOfProof | None = None
-        self._drawn_before: list[bytes] = []
-        #: The micro-batch that runs in the plain model, and what lets generators follow it.
-        self._following: int | None = None
-        self._generators = ExitStack()
-        self._loss: MicroBatchLoss | None = None
-        #: The factor of each micro-batch in the loss of a step.
-        self._factors: dict[int, float] = {}
-        self.differing: list[str] = []
+class FramesProof(PlainSide):
+    """The comparison of a pipelined model with the plain model on one mini-batch; see `PlainSide` for the arguments."""
 
     def run(self) -> Comparison:
         """See `Proof.run`."""
@@ -145,111 +100,6 @@ class FramesProof(Proof):
                 return True
         return False
 
-    # ------------------------------------------------------------------------------------------------- the plain model
-
-    @contextmanager
-    def running_plain(self) -> Iterator[Take]:
-        with self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as aliases:
-            self._aliases, self._random = aliases, NumbersOfProof()
-            self._loss = self._loss_of(self._batch)
-            self._drawn_before = self._states_of_layers()
-            yield _Aliased(aliases, self._names)
-
-    @contextmanager
-    def following(self, i: int) -> Iterator[None]:
-        self._following = i
-        with self._generators:
-            self._draw_on(0)
-            try:
-                yield
-            finally:
-                self._following = None
-
-    def _draw_on(self, column: int) -> None:
-        """Let the random numbers of the micro-batch go on on the device of a column."""
-        if self._following is None or self._random is None:  # What runs again at backward draws what it has drawn.
-            return
-        self._generators.close()
-        self._generators.enter_context(self._random.of(self._following, self._devices[column]))
-
-    def draws(self) -> bool:
-        assert self._random is not None
-        of_layers = self._states_of_layers() != self._drawn_before
-        return any(self._random.drawn) or self._random.draws_in_python or of_layers
-
-    def _states_of_layers(self) -> list[bytes]:
-        """Return the states of generators that layers have of their own."""
-        return [state_of(generator).numpy().tobytes() for generator in generators_in(self._module.modules())]
-
-    def plain(self, i: int | None) -> Any:
-        return self._call(self._batch.arguments if i is None else self._batch.parts[i])
-
-    def _call(self, arguments: Arguments) -> Any:
-        # Clones, which the model may change.
-        bring = self._pipeline.to(self._devices[0])
-        args, kwargs = arguments.mapped(lambda tensor: bring(tensor.clone()))
-        output = self._model._torchgpipe_forward(*args, **kwargs)
-        if self._pipeline.host_memory is not None:
-            self._aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
-        return output
-
-    def tensors(self, output: Any) -> Iterator[tuple[str, Tensor]]:
-        return each(output)
-
-    def without_graph(self, output: Any) -> Any:
-        with unobserved():
-            return mapped(output, copy_of, caches=True)
-
-    def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
-        if not self._with_loss:
-            return None
-        bring = self._pipeline.to(self._devices[-1])
-        return MicroBatchLoss(self._settings, batch, self._target, bring, training=self._module.training)
-
-    def roots(self, i: int, output: Any) -> Roots:
-        if self._loss is not None:
-            value, share = self._loss.of(i, output)
-            with unobserved():
-                return [(value, torch.full_like(value, share))] if value.requires_grad else []
-        with unobserved():
-            return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
-
-    def aside(self) -> AbstractContextManager[object]:
-        return unobserved()
-
-    def total(self) -> Tensor | None:
-        if self._loss is None:
-            return None
-        result = self._loss.result()
-        total: Tensor = result[0] if isinstance(result, tuple) else result
-        return total
-
-    def numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
-        if not self._with_loss:
-            return {path: tensor for path, tensor in each(output) if tensor.dim() == 0 and tensor.is_floating_point()}
-        loss = self._loss_of(self._batch.whole) if i is None else self._loss
-        assert loss is not None
-        number, factor = loss.of(i or 0, output)
-        if i is not None:
-            self._factors[i] = factor
-        return {"loss": number}
-
-    def not_apart(self, error: Exception) -> Exception:
-        sizes = self._sizes
-        try:
-            if len(sizes) == 1:
-                raise error
-            with self._untouched(), self.running_plain():
-                self.plain(None)
-        except Exception as alone:
-            alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
-            return alone
-        return ValueError(
-            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
-            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
-            f"({self._decisions()}); {self._remedy()}"
-        )
-
     # ------------------------------------------------------------------------------------------------------------ rows
 
     def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
@@ -264,15 +114,15 @@ class FramesProof(Proof):
             raise
 
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
-        rules = self._settings.study.rules.setdefault(gives_items(self._batch), {})
+        rules = self._settings.study.rules.setdefault(has_item_count(self._batch), {})
         to_try: list[Rule] = []
         if self._loss is not None:
             tried = [[self._factors[i] for i in range(len(self._sizes))]]
         else:
-            to_try = [rules[path]] if path in rules else rules_to_try(self._settings)
-            if gives_items(self._batch):  # First what they are given for: in a few rows, a micro-batch may add nothing.
+            to_try = [rules[path]] if path in rules else list_rules(self._settings)
+            if has_item_count(self._batch):  # The sum first: in a few rows, a micro-batch may add nothing.
                 to_try.sort(key=lambda rule: rule != "sum")
-            tried = [shares(self._settings, self._batch, rule) for rule in to_try]
+            tried = [compute_shares(self._settings, self._batch, rule) for rule in to_try]
         fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
         if fitting and self._loss is None:
             rules[path] = to_try[fitting[0]]
@@ -282,7 +132,7 @@ class FramesProof(Proof):
         known = tried[fitting[0] if fitting else 0]
         joined = torch.stack([number.value * share for number, share in zip(apart, known)]).sum()
         name = "loss" if self._loss is not None else f"'{path}'"
-        fault = "" if fitting else self._of_number(path, together, apart, joined)
+        fault = "" if fitting else self._describe_number(path, together, apart, joined)
         self.comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
 
     def compare_outputs_of_rows(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
@@ -303,13 +153,13 @@ class FramesProof(Proof):
                 if difference > self.comparison.loose * largest:
                     self.differing.append(path)
                 continue
-            fault, loose = self._coupled(path, tensor, ours), self.comparison.loose
+            fault, loose = self._describe_coupling(path, tensor, ours), self.comparison.loose
             self.comparison.add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=loose)
 
     def _find_rules_of_items(self) -> None:
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
         study, forward = self._settings.study, self._model._torchgpipe_forward
-        given = gives_items(self._batch)
+        given = has_item_count(self._batch)
         if not study.rules.get(given) or not _takes_items(forward):
             return
         # Two rows are enough, as this is about values only.
@@ -356,25 +206,22 @@ class FramesProof(Proof):
 
         with self._untouched(), pipeline.aliased(backward=True, watches=True) as aliases:
             buffers = Buffers(self._module)
-            try:
-                mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
+            mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
+            with self._refusing():
                 mini_batch.run_columns_forward()
-            except Exception as error:
-                if _is_ours(error) or is_of_compiler(error):
-                    raise
-                raise self._fails(error) from error
-            where = f"when it leaves {settings.labels[-1]}; {_look(self._module)}"
+            where = f"when it leaves {settings.labels[-1]}; {_advise(self._module)}"
             self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
             if loss is not None and apart.loss is not None:
                 fault = "the loss of the pipeline is not that of the plain model"
-                self.comparison.add("loss", apart.loss, self.total(), fault, tolerance=self.comparison.tight)
+                self.comparison.add("loss", apart.loss, self.sum_losses(), fault, tolerance=self.comparison.tight)
             forward = buffers.changed()
             if self.comparison.is_equal and apart.gradients is not None:
-                gradients = _ColumnGradients(aliases, apart.gradients, self._names)
-                mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
-                faults = [(name, ours, self._of_gradient(j, name)) for name, (j, ours) in gradients.take().items()]
-                outside = prints(self._outside.take())
-                faults += [(name, ours, self._of_gradient(0, name)) for name, ours in outside.items()]
+                gradients = _ColumnGradients(aliases, self._names)
+                with self._refusing():
+                    mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
+                taken = gradients.take()
+                taken |= {name: (0, ours) for name, ours in take_fingerprints(self._outside.take()).items()}
+                faults = [(name, ours, self._describe_gradient(j, name)) for name, (j, ours) in taken.items()]
                 self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
             self._compare_buffers(apart.buffers, forward, buffers.changed())
@@ -391,13 +238,23 @@ class FramesProof(Proof):
             if isinstance(error, WaitsForever):
                 raise
             if not (_is_ours(error) or is_of_compiler(error)):
-                raise self._fails(error) from error
+                raise self._describe_failure(error) from error
             self.skip(f"evaluation, which the pipeline refuses ({error})")
             return
-        where = f"in evaluation, with a thread for each device; {_look(self._module)}"
+        where = f"in evaluation, with a thread for each device; {_advise(self._module)}"
         self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)
 
-    def _fails(self, error: Exception) -> ValueError:
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Refuse a model that fails in the pipeline only, in a ``with`` block."""
+        try:
+            yield
+        except Exception as error:
+            if _is_ours(error) or is_of_compiler(error):
+                raise
+            raise self._describe_failure(error) from error
+
+    def _describe_failure(self, error: Exception) -> ValueError:
         return ValueError(
             f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain model; "
             "perhaps the model keeps state for a later layer, which another micro-batch has changed by then: return it "
@@ -427,13 +284,13 @@ class FramesProof(Proof):
                     "recompute the layer"
                 )
             else:
-                fault += _look(self._module)
+                fault += _advise(self._module)
             tight = self.comparison.tight
             self.comparison.add(f"buffer '{name}'", plain.get(name), backward.get(name), fault, tolerance=tight)
 
     # ---------------------------------------------------------------------------------------------------------- faults
 
-    def _coupled(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
+    def _describe_coupling(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
         shapes = f"of shape {tuple(whole.shape)}"
         if joined is not None and joined.shape != whole.shape:
             shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
@@ -447,10 +304,11 @@ class FramesProof(Proof):
             * self._draws
         )
 
-    def _of_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
+    def _describe_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
         sizes = self._sizes
-        said = f"the output '{path}' of {sum(sizes)} rows is {_shown(together.value)}, and that of the rows apart "
-        said += f"{' and '.join([_shown(part.value) for part in apart])}, joined {_shown(joined)}"
+        whole, parts = _show_number(together.value), " and ".join([_show_number(part.value) for part in apart])
+        said = f"the output '{path}' of {sum(sizes)} rows is {whole}, and that of the rows apart {parts}, joined "
+        said += _show_number(joined)
         if self.fits(together, apart, [1.0] * len(apart)):
             return f"{said}; it is a sum: give reduce='sum'"
         if self.fits(together, apart, [size / sum(sizes) for size in sizes]):
@@ -462,19 +320,9 @@ class FramesProof(Proof):
             f"cannot be split; may_differ=['{path}'] lets it differ, with a warning"
         )
 
-    def _of_gradient(self, j: int, name: str) -> str:
+    def _describe_gradient(self, j: int, name: str) -> str:
         where = self._settings.labels[j]
-        return f"the gradient of {name} in {where} is not that of the plain model; {_look(self._module)}"
-
-    def _remedy(self) -> str:
-        batch = self._settings.study.splitter.batch
-        first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
-        remedy = f"dimension 0 of '{batch}' is not the batch"
-        remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
-        return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
-
-    def _decisions(self) -> str:
-        return f"by the sample: {self._settings.study.splitter.decisions()}"
+        return f"the gradient of {name} in {where} is not that of the plain model; {_advise(self._module)}"
 
 
 class _ColumnGradients:
@@ -482,12 +330,11 @@ class _ColumnGradients:
 
     Args:
         aliases: have the gradients
-        expected: those of the plain model
         names: the names of parameters
     """
 
-    def __init__(self, aliases: Aliases, expected: Gradients, names: Mapping[Tensor, str]) -> None:
-        self._aliases, self._expected, self._names = aliases, expected, names
+    def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
+        self._aliases, self._names = aliases, names
         #: By the name of a parameter, its first column and its gradient.
         self._taken: dict[str, tuple[int, Fingerprint | None]] = {}
 
@@ -524,11 +371,11 @@ def _is_ours(error: BaseException) -> bool:
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
 
 
-def _shown(tensor: Tensor) -> str:
+def _show_number(tensor: Tensor) -> str:
     return f"{tensor.detach().item():.6g}"
 
 
-def _look(module: nn.Module) -> str:
+def _advise(module: nn.Module) -> str:
     return (
         "an operation may have taken or changed a tensor in a way that the pipeline does not see, or the model keeps "
         f"state that another micro-batch changes; print({type(module).__name__}.layout) shows the partitions: give a "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
-from torchgpipe.frames.outputs import Kinds, Rule, kinds_of
+from torchgpipe.frames.outputs import Kinds, Rule, find_kinds
 from torchgpipe.frames.spine import Trace, trace
 from torchgpipe.model.untouched import attributes, in_mode, untouched
 from torchgpipe.model.values import each
@@ -70,6 +70,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
     on_meta = where.type == "meta"
     sample = sample.mapped(lambda tensor: tensor.detach().to(where), caches=False)
     with untouched(module), torch.no_grad():
+        known = {id(tensor): tensor for _, _, tensor in attributes(module)}
         try:
             traces = [_traced(module, sample, splitter) for _ in range(1 if on_meta else rounds)]
         except BaseException as error:
@@ -90,9 +91,8 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
                     "values the model looks at, such as attention_mask; later batches may have them"
                 )
             raise
-        before_kinds = {id(tensor) for _, _, tensor in attributes(module)}
         kinds = _kinds(module, sample, splitter)
-        kept = [tensor for _, _, tensor in attributes(module) if id(tensor) not in before_kinds]
+        keeps_tensors = any([id(tensor) not in known for _, _, tensor in attributes(module)])
     return Study(
         traces,
         splitter,
@@ -101,7 +101,7 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
         rules={},
         predicts_next=_names_a_causal_loss(module),
-        keeps_tensors=bool(kept) or any([traced.keeps_tensors for traced in traces]),
+        keeps_tensors=keeps_tensors,
         epsilon=traces[0].epsilon,
         on_meta=on_meta,
     )
@@ -145,7 +145,7 @@ def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training
             twin_output = _run(module, splitter.resized(sample, twin_rows))
         except Exception:
             return None  # The model wants as many rows, or other arguments; sizes will tell.
-    return kinds_of(output, rows, twin_output, twin_rows)
+    return find_kinds(output, rows, twin_output, twin_rows)
 
 
 @contextmanager

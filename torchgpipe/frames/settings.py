@@ -17,7 +17,7 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Schedule
 
-__all__ = ["Settings", "door_of", "name_of", "tensors_of"]
+__all__ = ["Settings", "find_door", "iterate_tensors", "name_of"]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Settings:
         """Return the column of a module, parameter or buffer, given its name in the model."""
         if name in self.homes:
             return self.homes[name]
-        door = door_of(name, self.doors)
+        door = find_door(name, self.doors)
         return 0 if door is None else self.doors[door]
 
     def slots(self, module: nn.Module) -> list[tuple[nn.Module, str, int]]:
@@ -81,7 +81,7 @@ class Settings:
         ]
 
 
-def door_of(name: str, doors: Container[str]) -> str | None:
+def find_door(name: str, doors: Container[str]) -> str | None:
     """Return the door in front of a module, parameter or buffer, given its name in the model; None if there is none."""
     while name and name not in doors:
         name = name.rpartition(".")[0]
@@ -93,7 +93,7 @@ def name_of(members: Sequence[int]) -> str:
     return f"partition {members[0]}" if len(members) == 1 else f"partitions {members[0]} to {members[-1]}"
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def iterate_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield all places of parameters and buffers: the name in the model, the module, the name there, and the tensor."""
     for prefix, child in module.named_modules():
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,12 @@ from torchgpipe.devices.torch_internals import (
     without_function_mode,
 )
 from torchgpipe.frames.layout import Part
-from torchgpipe.frames.operations import changes_shape, changes_values
+from torchgpipe.frames.operations import changes_in_place
 from torchgpipe.frames.twin import may_have_twin
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.values import each
 
-__all__ = ["Trace", "spine_of", "trace"]
+__all__ = ["Trace", "find_spine", "trace"]
 
 
 @dataclass
@@ -64,22 +64,6 @@ class Call:
     inner: list[Call] = field(default_factory=list)
 
 
-class StoredTensor(NamedTuple):
-    """A tensor that a module has put on itself, or a buffer that has changed.
-
-    Attributes:
-        module: the name of the module
-        attribute: the name of the tensor there
-        first: the place where the tensor was made, or first used if it was there before
-        last: the place of its last use
-    """
-
-    module: str
-    attribute: str
-    first: int
-    last: int
-
-
 @dataclass
 class Trace:
     """What a run has shown.
@@ -88,9 +72,7 @@ class Trace:
         calls: all calls in the order of their starts; the first is that of the model
         output: what the model returned
         used: for each tensor that modules had before, the place of its first use by an operation
-        stored: the tensors that modules have put on themselves, and changed buffers, if operations have used them
-        keeps_tensors: whether modules have put any tensors on themselves
-        drawn: the generators of the model's own that it has drawn from, each time with the place
+        keeping: the names of the modules that have put tensors on themselves, or changed their buffers
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
         epsilon: the rounding error of the coarsest numbers in it, relative to 1
     """
@@ -98,15 +80,13 @@ class Trace:
     calls: list[Call]
     output: Any
     used: dict[Tensor, int]
-    stored: list[StoredTensor]
-    keeps_tensors: bool
-    drawn: list[tuple[torch.Generator, int]]
+    keeping: set[str]
     labels: tuple[str, int] | None
     epsilon: float
 
 
 class _Uses(TorchFunctionMode):
-    """Notes where each tensor of a model was first and last used by an operation, and where others were made."""
+    """Notes where each tensor of a model was first used by an operation, which argument has labels, and all dtypes."""
 
     def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
         super().__init__()
@@ -114,8 +94,7 @@ class _Uses(TorchFunctionMode):
         self.now = 0
         parameters = dict(module.named_parameters())
         #: The tensors that modules have before the run, by their ids.
-        self.before: dict[int, Tensor] = {id(parameter): parameter for parameter in parameters.values()}
-        self.before |= {id(tensor): tensor for _, _, tensor in _held(module)}
+        self._before: dict[int, Tensor] = {id(tensor): tensor for tensor in (*parameters.values(), *module.buffers())}
         self._parameters = {_address(parameter): name for name, parameter in parameters.items()}
         self._parameters.pop(0, None)
         #: The arguments that may be labels, each with its address, and those of them that are embedded.
@@ -126,10 +105,7 @@ class _Uses(TorchFunctionMode):
         }
         self._embedded: set[str] = set()
         self.dtypes = {parameter.dtype for parameter in parameters.values()}
-        #: By ids.
-        self.first: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        self.drawn: list[tuple[torch.Generator, int]] = []
+        self.used: dict[Tensor, int] = {}
         self.labels: tuple[str, int] | None = None
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,10 +113,9 @@ class _Uses(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         for _, tensor in each((args, kwargs)):
-            self.last[id(tensor)] = self.now
-            if id(tensor) in self.before:
-                self.first.setdefault(id(tensor), self.now)
-        if (changes_shape(func) or changes_values(func)) and not _assigns_itself(func, args):
+            if id(tensor) in self._before:
+                self.used.setdefault(tensor, self.now)
+        if changes_in_place(func) and not _assigns_itself(func, args):
             self._refuse_changed(func, args[:1])
         elif "out" in kwargs:
             self._refuse_changed(func, kwargs["out"])
@@ -153,13 +128,8 @@ class _Uses(TorchFunctionMode):
                 for name, (address, _) in self._integers.items()
                 if address == _address((*args, *kwargs.values())[0])
             }
-        if kwargs.get("generator") is not None:
-            self.drawn.append((kwargs["generator"], self.now))
         result = func(*args, **kwargs)
-        for _, tensor in each(result):
-            if id(tensor) not in self.before:
-                self.first[id(tensor)] = self.now
-            self.dtypes.add(tensor.dtype)
+        self.dtypes |= {tensor.dtype for _, tensor in each(result)}
         return result
 
     def _refuse_changed(self, func: Callable[..., Any], changed: Any) -> None:
@@ -271,39 +241,26 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Ten
     within = {inner for child in compiled for inner in child.modules() if inner is not child}
     names = {child: name for name, child in module.named_modules()}
     probes = {child: probe(child, name) for child, name in names.items() if name and child not in within}
-    buffers = list(module.buffers())
-    counts = versions(buffers)
+    buffers, known = dict(module.named_buffers()), {id(tensor): tensor for _, _, tensor in attributes(module)}
+    counts = versions(list(buffers.values()))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     with _replaced(probes), uses:
         output = run()
     _refuse_replaced(module, parameters)
     calls[0].end = uses.now + 1
-    changed = {id(buffer) for buffer, a, b in zip(buffers, counts, versions(buffers)) if a != b}
-    stored = [
-        StoredTensor(names.get(child, ""), attribute, uses.first.get(id(tensor), last), last)
-        for child, attribute, tensor in _held(module)
-        if (last := uses.last.get(id(tensor))) is not None and (id(tensor) not in uses.before or id(tensor) in changed)
-    ]
+    keeping = {names.get(child, "") for child, _, tensor in attributes(module) if id(tensor) not in known}
+    keeping |= {
+        name.rpartition(".")[0] for name, a, b in zip(buffers, counts, versions(list(buffers.values()))) if a != b
+    }
     rounded = [dtype for dtype in uses.dtypes if dtype.is_floating_point or dtype.is_complex]
     return Trace(
         calls,
         output,
-        used={tensor: uses.first[key] for key, tensor in uses.before.items() if key in uses.first},
-        stored=stored,
-        keeps_tensors=any([id(tensor) not in uses.before for _, _, tensor in attributes(module)]),
-        drawn=uses.drawn,
+        used=uses.used,
+        keeping=keeping,
         labels=uses.labels,
         epsilon=max([torch.finfo(dtype).eps for dtype in rounded], default=0.0),
     )
-
-
-def _held(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield the tensors that modules hold beside their parameters: buffers, and other attributes."""
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                yield child, name, buffer
-    yield from attributes(module)
 
 
 @contextmanager
@@ -318,7 +275,7 @@ def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             replace_call(module, call_before)
 
 
-def spine_of(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
+def find_spine(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
     """Return the spine.
 
     Args:
@@ -352,7 +309,7 @@ class _Spine:
             name: sum([parameter.numel() for parameter in self._modules[name].parameters()]) for name in self._calls
         }
         self._total = max(1, self._size[""])
-        state = [f"{stored.module}." for stored in traced.stored]
+        state = [f"{name}." for name in traced.keeping]
         #: The modules that are called several times, and whose later calls need not be where the first one is.
         self._again = {
             name

@@ -25,12 +25,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchgpipe.frames.inputs import Arguments, Splitter, varied
+from torchgpipe.frames.inputs import Arguments, Splitter, vary_row
 
-__all__ = ["variations"]
+__all__ = ["vary_sample"]
 
 
-def variations(
+def vary_sample(
     splitter: Splitter, sample: Arguments, labels: tuple[str, int], *, must_differ: bool = True
 ) -> list[Arguments]:
     """Return variations of a sample, those that show most first: a model may not take all of them.
@@ -89,7 +89,7 @@ def _may_vary(path: str, tensor: Tensor, rows: int, *, readily: bool) -> bool:
     if not tensor.is_floating_point() and tensor.dim() > 1 and bool((tensor == tensor.bool()).all()):
         return False
     is_constant = bool((tensor == tensor.reshape(-1)[0]).all())
-    # Of a single row, nobody can tell. Positions are whole numbers.
+    # A single row does not tell. Positions are whole numbers.
     return rows == 1 or is_constant or bool((tensor != tensor[:1]).any()) or bool((tensor != tensor.round()).any())
 
 
@@ -102,7 +102,7 @@ def _varied(tensor: Tensor, mildly: bool) -> Tensor:
     if tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex():
         return tensor if mildly else _uneven_classes(tensor.detach())
     largest = 0 if tensor.is_floating_point() or tensor.is_complex() else max(1, int(tensor.max()))
-    new = torch.stack([varied(row, count, largest, mildly=mildly) for row, count in zip(rows, counts)])
+    new = torch.stack([vary_row(row, count, largest, mildly=mildly) for row, count in zip(rows, counts)])
     return new.requires_grad_(tensor.requires_grad)
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import versions, without_function_mode
+from torchgpipe.devices.torch_internals import without_function_mode
 from torchgpipe.engine.cell import Cell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
-from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_values
+from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_in_place
 from torchgpipe.frames.rest import FrameRest
-from torchgpipe.model.state import apart
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "unobserved", "visiting"]
@@ -28,7 +26,7 @@ __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "unobserved", "vis
 
 @contextmanager
 def visiting(visitor: Visitor) -> Iterator[None]:
-    """Visit the doors that this thread comes to in a ``with`` block."""
+    """Visit the doors that this thread reaches in a ``with`` block."""
     outer, this_thread.visitor = this_thread.visitor, visitor
     try:
         yield
@@ -56,8 +54,6 @@ class Traveller:
         self._keep = None if rest is None else rest.keep
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns)
-        #: Copies of what modules keep, with the names of these.
-        self._copies: list[tuple[str, Tensor]] = []
         self._current_stream = ExitStack()
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
@@ -72,7 +68,6 @@ class Traveller:
                 self._current_stream.enter_context(self._columns.computing[0].use())
                 with self._glue if self._crossing.is_needed else nullcontext():
                     output = model()
-                    self._verify_copies()
                     with self._without_glue():
                         self.go_to(last, "the end")
                     self.frame.begin_work()
@@ -81,12 +76,12 @@ class Traveller:
                 self._rest.end()
             self._crossing.end()
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value`` with all its tensors in the present column."""
         if len(self._columns.devices) == 1 or not self._crossing.is_needed:
             return value
         with self._without_glue():
-            return mapped(value, self._crossing.bring)
+            return mapped(value, self._crossing.import_tensor)
 
     def go_to(self, column: int, name: str) -> None:
         """Stop until it is the turn of ``column``.
@@ -109,12 +104,12 @@ class Traveller:
         self._current_stream.enter_context(self._columns.computing[column].use())
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Stop at ``door`` until it is the turn of its column, bring the arguments, and call the module."""
+        """Stop at ``door`` until it is the turn of its column, import the arguments, and call the module."""
         frame = self.frame
         frame.module = door.name
         if len(self._columns.devices) == 1:
             return door.call_module(args, kwargs, self._keep)
-        if self._glue.is_off:  # Within a module of the spine, whose arguments have been brought.
+        if self._glue.is_off:  # Within a module of the spine, whose arguments are imports.
             return self._shared.here(door, frame.column).call_module(args, kwargs)
         with self._without_glue():
             door = self._shared.here(door, frame.column)
@@ -123,45 +118,19 @@ class Traveller:
                 self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
-                bring = self._crossing.bring
-                exchanged = Exchanged(args, kwargs, bring)
+                exchanged = Exchanged(args, kwargs, self._crossing.import_tensor)
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
-                        _bring_layers(value, door.layers, bring)
-            if door.is_encoder_layer and self._crossing.is_needed and not torch.is_grad_enabled():
-                _refuse_slow_path(door, kwargs)
+                        _import_layers(value, door.layers, self._crossing.import_tensor)
             frame.begin_work()  # Here, as an accelerator has waited for the arguments before.
-            try:
-                output = door.call_module(args, kwargs, self._keep)
-                if exchanged is not None:
-                    exchanged.hand_over()
-                # Nearly all outputs have a graph, and so are made anew.
-                has_graph = isinstance(output, Tensor) and output.requires_grad
-                return output if has_graph else mapped(output, partial(self._apart, door))
-            finally:
-                self._crossing.note_changes()
-
-    def _apart(self, door: Door, tensor: Tensor) -> Tensor:
-        """Return a tensor that a module has returned, or a copy of what the module keeps; see `model.state`."""
-        self._crossing.note_made(tensor)
-        copy = apart(door.module, tensor)
-        if copy is not tensor:
-            self._copies.append((door.name, copy))
-        return copy
-
-    def _verify_copies(self) -> None:
-        """Check that the model has not changed a copy in place of what a module keeps.
-
-        Raises:
-            RuntimeError: it has, and the change would be lost.
-        """
-        for name, copy in self._copies:
-            if versions([copy]) != [0]:
-                raise RuntimeError(
-                    f"the model changes a tensor of shape {tuple(copy.shape)} in place that '{name}' keeps and has "
-                    f"returned, which would reach a copy only; let '{name}' itself change it"
-                )
+            output = door.call_module(args, kwargs, self._keep)
+            if exchanged is not None:
+                exchanged.hand_over()
+            if self._columns.copies:
+                for _, tensor in each(output):
+                    self._crossing.mark_made(tensor)
+            return output
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
@@ -174,22 +143,8 @@ class Traveller:
                 self._glue.is_off = False
 
 
-def _refuse_slow_path(door: Door, kwargs: Mapping[str, Any]) -> None:
-    """Raise if an encoder of PyTorch has left its fast path, which sets padded positions to zero.
-
-    It does so because a function mode is active, which copies between devices need.
-    """
-    is_padded = kwargs.get("src_key_padding_mask") is not None
-    if is_padded and not door.module.training and torch.backends.mha.get_fastpath_enabled():
-        raise RuntimeError(
-            f"'{door.name}' belongs to an nn.TransformerEncoder, which in evaluation sets padded positions to zero in "
-            "one memory, but not across devices; call torch.backends.mha.set_fastpath_enabled(False), for the plain "
-            "model as well, and mask what is padded"
-        )
-
-
-def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], Tensor]) -> None:
-    """Bring the layers of a cache that a module uses, in place: the model goes on with the same cache.
+def _import_layers(cache: Any, layers: Sequence[int], change: Callable[[Tensor], Tensor]) -> None:
+    """Import the layers of a cache that a module uses, in place: the model keeps the same cache.
 
     The layers of other modules stay where they are, or every column would copy all of them.
     """
@@ -197,18 +152,18 @@ def _bring_layers(cache: Any, layers: Sequence[int], bring: Callable[[Tensor], T
     if not isinstance(layers_of_cache, list):
         for inner in vars(cache).values():
             if is_cache(inner):
-                _bring_layers(inner, layers, bring)
+                _import_layers(inner, layers, change)
         return
     for layer in [layers_of_cache[k] for k in layers if k < len(layers_of_cache)]:
         for name, value in list(vars(layer).items()):
             if isinstance(value, Tensor):
-                brought = bring(value)
-                if brought is not value:
-                    setattr(layer, name, brought)
+                changed = change(value)
+                if changed is not value:
+                    setattr(layer, name, changed)
 
 
 class RecomputationVisitor:
-    """The visitor in a worker that runs backward: what is recomputed may come to doors again.
+    """The visitor in a worker that runs backward: what is recomputed may reach doors again.
 
     Args:
         shared: what all frames share
@@ -219,7 +174,7 @@ class RecomputationVisitor:
         self.owner = shared.owner
         self._shared, self._columns, self._column = shared, shared.columns, column
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value``: a recomputation has what the first run had."""
         return value
 
@@ -264,17 +219,17 @@ class InOnePiece(TorchFunctionMode):
         self._change = columns.copier(columns.devices[0])
         self._is_off = False
 
-    def bring(self, value: Any) -> Any:
+    def import_value(self, value: Any) -> Any:
         """Return ``value`` on the device where the run is."""
-        return mapped(value, self._brought)
+        return mapped(value, self._copied)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module."""
         self._moved(door.column)
         self._change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_exchanged(args, kwargs, self._brought)
+        return door.call_exchanged(args, kwargs, self._copied)
 
-    def _brought(self, tensor: Tensor) -> Tensor:
+    def _copied(self, tensor: Tensor) -> Tensor:
         self._is_off = True  # Asked for its device, a tensor would tell where it is needed.
         try:
             return self._change(tensor)
@@ -288,7 +243,7 @@ class InOnePiece(TorchFunctionMode):
         if func in OF_THE_ORIGINAL or func in DIFFERENTIATES:  # A copy is no leaf, and has no ``.grad``.
             return func(*args, **kwargs)
         # What is changed in place stays where it is, or a copy would be changed in its place; the others come there.
-        changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_values(func) else ()
+        changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_in_place(func) else ()
         devices = [self._columns.streams.device_of(tensor) for _, tensor in each(changed)]
         place = next((device for device in devices if device is not None and device in self._columns.devices), None)
         change = self._change if place is None else self._columns.copier(place)

@@ -27,7 +27,7 @@ from torchgpipe.model.microbatch import (
     split_rows,
 )
 from torchgpipe.model.settings import verify_functions
-from torchgpipe.model.values import copy_of, each, mapped, spread
+from torchgpipe.model.values import copy_without_graph, each, mapped, spread
 
 __all__ = [
     "NO_TARGET",
@@ -35,9 +35,9 @@ __all__ = [
     "Losses",
     "MeanLoss",
     "Weight",
-    "counted",
-    "nothing",
-    "numbers",
+    "count_labels",
+    "make_zero_loss",
+    "to_floats",
     "verify_loss",
 ]
 
@@ -74,7 +74,7 @@ class Losses:
         weight: returns the weight of a loss in the mean, given the target; None for the labels that count, or the rows
         reduce: ``'mean'`` or ``'sum'``: how losses are joined; None for what the loss function says, or else the mean
         whole: whether every micro-batch gets the whole target
-        bring: brings a tensor of the target to where the loss is computed
+        to_device: copies a tensor of the target to where the loss is computed
         kept: returns what to keep of other values that the loss function returns, without their graph; None if it must
             not return any
         proof: what has been proved of the loss function; None to prove nothing
@@ -90,12 +90,12 @@ class Losses:
         reduce: str | None,
         *,
         whole: bool,
-        bring: Callable[[Tensor], Tensor],
+        to_device: Callable[[Tensor], Tensor],
         kept: Callable[[Any], Any] | None,
         proof: LossProof | None,
     ) -> None:
         self._loss_fn, self._weight, self._reduce = loss_fn, weight, reduce
-        self._whole, self._bring, self._kept, self._proof = whole, bring, kept, proof
+        self._whole, self._to_device, self._kept, self._proof = whole, to_device, kept, proof
         self.total = 0.0
         #: By micro-batch: the shares in the loss, and other values.
         self._shares: dict[int, Tensor] = {}
@@ -113,17 +113,19 @@ class Losses:
         self._target, self._sizes = target, sizes
         self._whole |= len(sizes) == 1 or isinstance(target, NoChunk)
         each_one = [[i] for i in range(len(sizes))]
-        self._targets = self._parts(each_one, self._bring)
+        self._targets = self._parts(each_one, self._to_device)
         is_known, adds_up, ignored, class_weights = known_loss(self._loss_fn)
         self._adds_up = self._reduce == "sum" or (adds_up and not self._is_said)
-        # As the caller has them: nobody waits for a device to count what is on the host.
+        # As the caller has them: the host does not wait for a device to count what is on the host.
         targets = self._parts(each_one, lambda tensor: tensor) if ignored is not None or self._weight else self._targets
         if self._weight is not None and self._loss_fn is not None:
-            self._weights = numbers([self._called(self._weight, it) for it in self._weighed_by(targets)])
+            self._weights = to_floats([self._call_user(self._weight, it) for it in self._list_weighed(targets)])
         elif self._whole:
             self._weights = [float(size) for size in sizes]
         else:
-            self._weights = numbers([counted(it, ignored, size, class_weights) for it, size in zip(targets, sizes)])
+            self._weights = to_floats(
+                [count_labels(it, ignored, size, class_weights) for it, size in zip(targets, sizes)]
+            )
         if self._proof is not None and not is_known and not self._is_said:
             self._pair = self._proof.pair(self._weights, sizes)
         self.total = sum(self._weights)
@@ -133,11 +135,11 @@ class Losses:
         """Whether the user says how losses are joined."""
         return self._weight is not None or self._reduce is not None
 
-    def _weighed_by(self, targets: list[Any]) -> list[Any]:
+    def _list_weighed(self, targets: list[Any]) -> list[Any]:
         """Return what the user's weight of each micro-batch is made from: its target."""
         return targets
 
-    def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call_user(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the loss function or the weight; an error that the lack of a target causes says so."""
         try:
             return function(*arguments)
@@ -146,14 +148,14 @@ class Losses:
                 error.add_note(NO_TARGET)
             raise
 
-    def _parts(self, picks: Sequence[Sequence[int]], bring: Callable[[Tensor], Tensor]) -> list[Any]:
+    def _parts(self, picks: Sequence[Sequence[int]], to_device: Callable[[Tensor], Tensor]) -> list[Any]:
         """Return parts of the target, given for each the micro-batches that it belongs to."""
         sizes, rows, whole = list(self._sizes), sum(self._sizes), self._whole
 
         def divide(value: Any, _path: str) -> list[Any] | None:
             is_tensor = isinstance(value, Tensor)
             if isinstance(value, NoChunk) or (whole and is_tensor):
-                return [bring(value if is_tensor else value.tensor)] * len(picks)
+                return [to_device(value if is_tensor else value.tensor)] * len(picks)
             if whole or not (is_tensor or has_an_item_for_each(value, rows)):
                 return None
             if is_tensor and (not value.dim() or len(value) != rows):
@@ -161,19 +163,19 @@ class Losses:
                     f"the batch has {rows} rows in dimension 0, but the target is of shape {tuple(value.shape)}; wrap "
                     "in NoChunk what every micro-batch gets whole, or give GPipe or pipelined no_chunk=['target']"
                 )
-            parts = split_rows(mapped(value, bring), sizes)
-            return [parts[pick[0]] if len(pick) == 1 else _joined([parts[i] for i in pick]) for pick in picks]
+            parts = split_rows(mapped(value, to_device), sizes)
+            return [parts[pick[0]] if len(pick) == 1 else _join_parts([parts[i] for i in pick]) for pick in picks]
 
         return spread(self._target, divide, len(picks))
 
-    def _weighed(self, i: int, output: Any) -> tuple[Tensor, float]:
+    def _weigh(self, i: int, output: Any) -> tuple[Tensor, float]:
         """Return the loss of micro-batch ``i``, and what to multiply it by.
 
         Raises:
             ValueError: the loss is not a tensor of one number.
         """
         # A copy, as the loss function may change the output.
-        kept = mapped(output, copy_of, caches=True) if i in self._pair else None
+        kept = mapped(output, copy_without_graph, caches=True) if i in self._pair else None
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
@@ -183,14 +185,14 @@ class Losses:
             )
         factor = self._factor(i, output, loss)
         if i in self._pair and loss.is_floating_point():
-            self._apart[i] = Apart(copy_of(loss), kept, self._weights[i])
+            self._apart[i] = Apart(copy_without_graph(loss), kept, self._weights[i])
         # The mean over no labels is nan, and so would be its gradient.
-        return (loss if factor else nothing([tensor for _, tensor in each(output)])), factor
+        return (loss if factor else make_zero_loss([tensor for _, tensor in each(output)])), factor
 
     def _loss_of(self, i: int, output: Any) -> Any:
         """Return what the loss function gives for micro-batch ``i``, and note other values."""
         assert self._loss_fn is not None
-        result = self._called(self._loss_fn, output, self._targets[i])
+        result = self._call_user(self._loss_fn, output, self._targets[i])
         if self._kept is None or not isinstance(result, tuple) or len(result) != 2:
             return result
         self._values[i] = self._kept(result[1])
@@ -217,7 +219,7 @@ class Losses:
         def together() -> Any:
             assert self._loss_fn is not None
             output = join([one.output for one in apart.values()], [*apart])
-            result = self._called(self._loss_fn, output, *self._parts([[*apart]], self._bring))
+            result = self._call_user(self._loss_fn, output, *self._parts([[*apart]], self._to_device))
             return result[0] if isinstance(result, tuple) else result
 
         self._proof.compare(apart, self._sizes, together)
@@ -244,17 +246,17 @@ class Losses:
         return [self._values[i] for i in sorted(self._values)]
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join_parts(parts: list[Any]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
 
 
-def nothing(tensors: Iterable[Tensor]) -> Tensor:
+def make_zero_loss(tensors: Iterable[Tensor]) -> Tensor:
     """Return a loss of 0 with a graph, in place of the mean over no targets, which is nan."""
     parts = [tensor.reshape(-1)[:0].sum().real for tensor in tensors if tensor.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
-def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
+def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:
     """Return numbers as floats. For tensors on an accelerator, the host waits once."""
     tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
     if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
@@ -262,7 +264,7 @@ def numbers(values: Sequence[float | int | Tensor]) -> list[float]:
     return [float(value) for value in values]
 
 
-def counted(
+def count_labels(
     labels: Any, ignored: int | None, rows: int, class_weights: Tensor | None = None, *, shifts: bool = False
 ) -> int | Tensor:
     """Return the number of labels that count, or their weight; the number of rows if there are no labels.
@@ -325,7 +327,7 @@ class MeanLoss(Losses):
     ) -> None:
         kept = _without_graph if takes_values else None
         to = functools.partial(bring, device=device)
-        super().__init__(loss_fn, weight, reduce, whole=whole, bring=to, kept=kept, proof=proof)
+        super().__init__(loss_fn, weight, reduce, whole=whole, to_device=to, kept=kept, proof=proof)
         self._given = target, chunk_sizes(rows_of(input), chunks)
         self._device = device
 
@@ -340,7 +342,7 @@ class MeanLoss(Losses):
 
     def finish(self, i: int, output: Batch) -> Tensor:
         """Return the share of micro-batch ``i`` in the loss, of shape (1,)."""
-        loss, factor = self._weighed(i, output.value)
+        loss, factor = self._weigh(i, output.value)
         share = loss.reshape(1).to(self._device) * factor
         self._shares[i] = share.detach()
         return share

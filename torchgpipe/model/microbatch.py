@@ -194,7 +194,7 @@ def scatter(
         inputs: the positional arguments of the pipeline: tensors of shape (batch, ...), None and
             :class:`NoChunk` in containers
         chunks: the requested number of micro-batches
-        device: the device to bring the micro-batches to; None to leave them where they are
+        device: the device to move the micro-batches to; None to leave them where they are
         keywords: the keyword arguments of the pipeline, of the same kinds
 
     Raises:
@@ -203,7 +203,7 @@ def scatter(
     """
     value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
     if isinstance(value, Tensor) and value.dim() > 0 and _is_dense(value):
-        return [Batch((chunk,)) for chunk in _brought(value, device).chunk(chunks)]
+        return [Batch((chunk,)) for chunk in _move(value, device).chunk(chunks)]
 
     leaves, spec = pytree.tree_flatten(value)
     if not all(leaf is None or isinstance(leaf, (Tensor, NoChunk)) for leaf in leaves):
@@ -274,11 +274,11 @@ def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:
 def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device | None) -> Sequence[Leaf]:
     """Return the values of one leaf in ``m`` micro-batches."""
     if isinstance(leaf, Tensor):
-        return _brought(leaf, device).chunk(chunks)
-    return [None if leaf is None else _brought(leaf.tensor, device)] * m
+        return _move(leaf, device).chunk(chunks)
+    return [None if leaf is None else _move(leaf.tensor, device)] * m
 
 
-def _brought(tensor: Tensor, device: torch.device | None) -> Tensor:
+def _move(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor if device is None else bring(tensor, device)
 
 

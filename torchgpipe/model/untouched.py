@@ -158,21 +158,13 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _restoring(child: nn.Module) -> Callable[[], None]:
-    """Return what puts a module back: attributes, hooks, and what the hooks count or collect outside of the module."""
+    """Return what puts a module back: its attributes and its hooks."""
     put_back_state = _restoring_state(vars(child))
     # A library that installs hooks in the first run notes that in an attribute, so both are put back.
     hooks = [(vars(child)[name], dict(vars(child)[name])) for name in _HOOKS if vars(child).get(name) is not None]
-    cells = [cell for _, by_id in hooks for hook in by_id.values() for cell in getattr(hook, "__closure__", None) or ()]
-    counted = [(cell, cell.cell_contents) for cell in cells]
-    noted = [getattr(hook, "__self__", None) for _, by_id in hooks for hook in by_id.values()]
-    items = [pair for value in (*noted, *[value for _, value in counted]) for pair in _items(value, 3)]
 
     def put_back() -> None:
         put_back_state()
-        for value, copied in items:
-            _refill(value, copied)
-        for cell, content in counted:
-            cell.cell_contents = content
         for value, copied in hooks:
             if [*value] != [*copied]:
                 value.clear()

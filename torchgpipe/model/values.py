@@ -23,7 +23,7 @@ __all__ = [
     "Exchanged",
     "container",
     "copied",
-    "copy_of",
+    "copy_without_graph",
     "dotted",
     "each",
     "hidden",
@@ -151,20 +151,20 @@ class Exchanged:
             copied.hand_over()
 
 
-class _Handed(NamedTuple):
+class _Copy(NamedTuple):
     """A list, a mapping or an object, and its copy with other items.
 
     Attributes:
         original: the container
         copy: its copy
         given: what the copy held when it was made, by index, key or name
-        meant: by the ids of these, what they stand for
+        originals: id(item of the copy) -> item of the original
     """
 
     original: Any
     copy: Any
     given: dict[Any, Any]
-    meant: dict[int, Any]
+    originals: dict[int, Any]
 
     def hand_over(self) -> None:
         """Do to the original what was done to the copy."""
@@ -172,7 +172,7 @@ class _Handed(NamedTuple):
         if len(now) == len(self.given) and all([now[key] is self.given.get(key, self) for key in now]):
             return
         if isinstance(self.original, list):
-            self.original[:] = [self.meant.get(id(item), item) for item in self.copy]
+            self.original[:] = [self.originals.get(id(item), item) for item in self.copy]
             return
         is_mapping = isinstance(self.original, Mapping)
         remove: Any = type(self.original).__delitem__ if is_mapping else object.__delattr__
@@ -181,7 +181,7 @@ class _Handed(NamedTuple):
             remove(self.original, key)
         for key, item in now.items():
             if item is not self.given.get(key, self):
-                put(self.original, key, self.meant.get(id(item), item))
+                put(self.original, key, self.originals.get(id(item), item))
 
 
 def _entries(value: Any) -> dict[Any, Any]:
@@ -193,14 +193,14 @@ def _entries(value: Any) -> dict[Any, Any]:
     return dict(enumerate(opened.items)) if isinstance(value, list) else dict(zip(opened.names, opened.items))
 
 
-def _copies(value: Any, exchanged: Any) -> Iterator[_Handed]:
+def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
     """Yield the containers in a value that `mapped` has copied and that can change, each with its copy."""
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, tuple):
         pairs = zip(value, exchanged)
     else:
         before, after = _entries(value), _entries(exchanged)
-        yield _Handed(value, exchanged, after, {id(after[key]): before[key] for key in after})
+        yield _Copy(value, exchanged, after, {id(after[key]): before[key] for key in after})
         pairs = [(before[key], after[key]) for key in after]
     for a, b in pairs:
         if a is not b and not isinstance(a, Tensor):
@@ -293,7 +293,7 @@ def _is_plain_object(kind: Any) -> bool:
     return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
 
 
-def copy_of(tensor: Tensor) -> Tensor:
+def copy_without_graph(tensor: Tensor) -> Tensor:
     """Return a copy without a graph: the model may change the tensor later."""
     return tensor.detach().clone()
 

@@ -46,7 +46,7 @@ __all__ = [
     "Proof",
     "Roots",
     "Take",
-    "prints",
+    "take_fingerprints",
 ]
 
 #: The gradients of a run by the names of parameters; None for a parameter that has none.
@@ -135,7 +135,7 @@ class Proof(ABC):
     # ------------------------------------------------------------------------------------------- what a front gives
 
     @abstractmethod
-    def plain(self, i: int | None) -> Any:
+    def run_plain(self, i: int | None) -> Any:
         """Run the plain model on micro-batch ``i``, or on all rows, and return its output."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Proof(ABC):
     def without_graph(self, output: Any) -> Any:
         """Return an output with copies of its tensors, which the model may change later."""
 
-    def aside(self) -> AbstractContextManager[object]:
+    def without_modes(self) -> AbstractContextManager[object]:
         """Leave what is around the plain model, such as a mode that moves tensors, for a ``with`` block."""
         return nullcontext()
 
@@ -159,7 +159,7 @@ class Proof(ABC):
         """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
 
     @abstractmethod
-    def total(self) -> Tensor | None:
+    def sum_losses(self) -> Tensor | None:
         """Return the loss of the micro-batches that `roots` has got, if a loss function is compared."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Proof(ABC):
         """Let the plain model run in a ``with`` block, and take its gradients."""
 
     @abstractmethod
-    def following(self, i: int) -> AbstractContextManager[object]:
+    def draw_as(self, i: int) -> AbstractContextManager[object]:
         """Let micro-batch ``i`` draw its random numbers in a ``with`` block."""
 
     @abstractmethod
@@ -190,7 +190,7 @@ class Proof(ABC):
     def draws(self) -> bool:
         """Return whether the plain model has drawn random numbers in the present run."""
 
-    def extent(self, count: int) -> AbstractContextManager[object]:
+    def surround(self, count: int) -> AbstractContextManager[object]:
         """Surround the run of so many micro-batches."""
         return nullcontext()
 
@@ -252,8 +252,8 @@ class Proof(ABC):
                 if ran_out_of_memory(error):
                     raise
                 if not training:
-                    raise PlainFails(self.not_apart(error)) from error
-                self.skip(f"training, in which the plain model fails on the sample ({_said(error)})")
+                    raise PlainFails(self.explain_failure(error)) from error
+                self.skip(f"training, in which the plain model fails on the sample ({_quote(error)})")
                 continue
             self._draws |= run.draws
             if not (training and run.draws and self.draws_in_another_order):
@@ -268,8 +268,8 @@ class Proof(ABC):
                 run = self.apart(backward=False)
         except Exception as error:
             if couples:
-                raise PlainFails(self.not_apart(error)) from error
-            self.skip(f"evaluation, in which the plain model fails on the sample ({_said(error)})")
+                raise PlainFails(self.explain_failure(error)) from error
+            self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
         if couples or not all(map(self._are_equal, run.outputs, apart.outputs)):
             self._compare_rows(False)
@@ -284,7 +284,7 @@ class Proof(ABC):
         if reason not in self.comparison.skipped:
             self.comparison.skipped.append(reason)
 
-    def not_apart(self, error: Exception) -> Exception:
+    def explain_failure(self, error: Exception) -> Exception:
         """Return what to raise if the plain model fails on its micro-batches."""
         return error
 
@@ -298,18 +298,18 @@ class Proof(ABC):
             scale: multiplies the gradients that backward begins with
         """
         outputs: list[Any] = []
-        with self._untouched(), self.running_plain() as stand_ins, self.extent(len(self._sizes)):
+        with self._untouched(), self.running_plain() as stand_ins, self.surround(len(self._sizes)):
             buffers = Buffers(self._module)
             for i in range(len(self._sizes)):
                 begin = time.perf_counter()
-                with self.following(i):
-                    output = self.plain(i)
+                with self.draw_as(i):
+                    output = self.run_plain(i)
                     self._seconds = max(self._seconds, time.perf_counter() - begin)
                     roots = self.roots(i, output) if backward else []
                     outputs.append(self.without_graph(output))
                 backward = backward and self._differentiate(roots, stand_ins, "gradients", scale=scale)
                 del output, roots
-            draws, loss = self.draws(), self.total() if backward else None
+            draws, loss = self.draws(), self.sum_losses() if backward else None
             changed = buffers.changed()
             gradients = self._gradients(stand_ins) if backward else None
         return PlainRun(outputs, loss, changed, gradients, draws)
@@ -327,15 +327,15 @@ class Proof(ABC):
     def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
         """Return the output of the plain model without its graph, and the numbers in it with their gradients."""
         numbers: dict[str, Number] = {}
-        with self._untouched(), self.running_plain() as stand_ins, self.extent(1):
-            with self.following(i or 0):
-                output = self.plain(i)
+        with self._untouched(), self.running_plain() as stand_ins, self.surround(1):
+            with self.draw_as(i or 0):
+                output = self.run_plain(i)
                 found = self.numbers(i, output)
             self._gradients(stand_ins)  # What a forward differentiates itself has no part in them.
             for path, value in found.items():
                 gradients = None
                 if value.requires_grad:
-                    with self.aside():
+                    with self.without_modes():
                         roots = [(value, torch.ones_like(value))]
                     what = f"gradients of '{path}' of rows together"
                     if self._differentiate(roots, stand_ins, what, keep_graph=path != [*found][-1]):
@@ -353,7 +353,7 @@ class Proof(ABC):
         tensors = [tensor for tensor, _ in roots]
         self._outside.note(tensors, stand_ins.own())
         try:
-            with self.aside():
+            with self.without_modes():
                 grads = [grad * scale for _, grad in roots]
             with Ambient().without_autocast():  # as the pipeline does
                 torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
@@ -361,13 +361,13 @@ class Proof(ABC):
             if ran_out_of_memory(error):
                 raise
             if not any([reason.startswith("gradients,") for reason in self.comparison.skipped]):
-                self.skip(f"{what}, because the plain model cannot be differentiated ({_said(error)})")
+                self.skip(f"{what}, because the plain model cannot be differentiated ({_quote(error)})")
             return False
         return True
 
     def _gradients(self, stand_ins: Take) -> Gradients:
-        with self.aside():
-            return prints(stand_ins.take()) | prints(self._outside.take())
+        with self.without_modes():
+            return take_fingerprints(stand_ins.take()) | take_fingerprints(self._outside.take())
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -445,7 +445,7 @@ class Proof(ABC):
         return noise
 
 
-def prints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
+def take_fingerprints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
     """Return the fingerprints of gradients."""
     return {name: None if grad is None else fingerprint(grad) for name, grad in gradients}
 
@@ -454,6 +454,6 @@ def _squared(value: float) -> float:
     return value * value
 
 
-def _said(error: BaseException) -> str:
+def _quote(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"

@@ -21,8 +21,8 @@ from torchgpipe.model.loss import MeanLoss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
-from torchgpipe.model.values import copy_of
-from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, prints
+from torchgpipe.model.values import copy_without_graph
+from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, take_fingerprints
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
@@ -124,7 +124,7 @@ class SequentialProof(Proof):
 
     # ---------------------------------------------------------------------------------------------------------- layers
 
-    def plain(self, i: int | None) -> Batch:
+    def run_plain(self, i: int | None) -> Batch:
         (batch,) = self._batches(1) if i is None else self._batches(self._chunks)[i : i + 1]
         tracker = SkipTracker()
         with tracker:
@@ -141,20 +141,20 @@ class SequentialProof(Proof):
             self._before = generator_states(self._devices)
             yield stand_ins
 
-    def following(self, i: int) -> AbstractContextManager[object]:
+    def draw_as(self, i: int) -> AbstractContextManager[object]:
         return nullcontext()
 
     def draws(self) -> bool:
         return generator_states(self._devices) != self._before
 
-    def extent(self, count: int) -> AbstractContextManager[object]:
+    def surround(self, count: int) -> AbstractContextManager[object]:
         return self._around(count, self._module)
 
     def tensors(self, output: Batch) -> Iterator[tuple[str, Tensor]]:
         return iter(_named(output.value).items())
 
     def without_graph(self, output: Batch) -> Batch:
-        return output.replace(tuple([leaf if leaf is None else copy_of(leaf) for leaf in output.leaves]))
+        return output.replace(tuple([leaf if leaf is None else copy_without_graph(leaf) for leaf in output.leaves]))
 
     def _loss_of(self, chunks: int) -> MeanLoss:
         assert self._make_loss is not None
@@ -175,7 +175,7 @@ class SequentialProof(Proof):
             seeds.append(seed)
         return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
 
-    def total(self) -> Tensor | None:
+    def sum_losses(self) -> Tensor | None:
         return self._loss.sum() if self._steps and self._loss is not None else None
 
     def _run_apart(self) -> tuple[bool, PlainRun]:
@@ -234,8 +234,8 @@ class SequentialProof(Proof):
             buffers = Buffers(self._module)
             ours = run()
             changed = buffers.changed()
-            gradients = prints(stand_ins.take())
-            gradients |= prints(self._outside.take())
+            gradients = take_fingerprints(stand_ins.take())
+            gradients |= take_fingerprints(self._outside.take())
         kinds: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
             ("output", outputs, ours),
             ("buffer", apart.buffers, changed),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.campaigns.architectures.catalogue import Architecture, Call
+from torchgpipe.frames.outputs import CacheOfMicroBatches
 
 __all__ = ["TOLERANCE", "Run", "compare", "loss_of", "micro_batches", "run_plain", "state"]
 
@@ -151,6 +152,8 @@ def _output(path: str, got: Any, parts: Sequence[Any], shares: Sequence[float], 
     if id(first) in seen:
         return
     seen.add(id(first))
+    if isinstance(got, CacheOfMicroBatches):
+        return  # Those of the micro-batches are not joined.
     if type(got).__name__ != type(first).__name__:
         yield f"output {path} is {type(got).__name__}, not {type(first).__name__}"
         return

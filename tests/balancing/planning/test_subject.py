@@ -83,7 +83,7 @@ def test_fewer_parts_than_the_schedules_with_two_partitions_a_device_want(layers
 
 def test_what_is_only_measured_is_not_proved(monkeypatch: Any) -> None:
     proofs: list[nn.Module] = []
-    monkeypatch.setattr("torchgpipe.frames.pipelined._prove", lambda module, *_, **__: proofs.append(module))
+    monkeypatch.setattr("torchgpipe.frames.pipelined._prove", lambda runs, *_, **__: proofs.append(runs.module))
     model = Model()
     plan = torchgpipe.plan(
         model, sample(), batch=8, devices=["cpu:0", "cpu:1"], seconds=0, trials=0, no_chunk=["table"]

@@ -1,0 +1,183 @@
+"""The plain side of a proof: how the model runs without the pipeline, on the same devices, and what it draws there."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.generators import state_of
+from torchgpipe.engine.aliases import Aliases
+from torchgpipe.frames.inputs import Arguments, SplitBatch
+from torchgpipe.frames.loss import MicroBatchLoss
+from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
+from torchgpipe.frames.visitors import unobserved
+from torchgpipe.model.comparison import cotangent
+from torchgpipe.model.values import copy_without_graph, each, mapped
+from torchgpipe.proof.proof import Proof, Roots, Take
+from torchgpipe.replay.random import generators_in
+
+__all__ = ["PlainSide"]
+
+
+class _AliasedGradients(Take):
+    """The aliases of a run, by the names of their parameters."""
+
+    def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
+        self.aliases, self._names = aliases, names
+
+    def own(self) -> list[Tensor]:
+        return self.aliases.all()
+
+    def take(self) -> Iterator[tuple[str, Tensor | None]]:
+        return zip([self._names[parameter] for parameter in self.aliases.trained], self.aliases.take())
+
+
+class PlainSide(Proof, ABC):
+    """The plain model in a comparison on one mini-batch.
+
+    Args:
+        pipeline: what runs the pipelined model
+        batch: the mini-batch
+        target: the target of the loss function
+        with_loss: whether to compare the loss function of a step, and not what the model returns
+
+    Attributes:
+        differing: the outputs that may differ, and do
+    """
+
+    def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any = None, *, with_loss: bool = False) -> None:
+        self._pipeline, self._settings = pipeline, pipeline.settings
+        self._model: Any = pipeline.module
+        super().__init__(pipeline.module, self._settings.devices, batch.sizes, self._settings.study.epsilon)
+        with torch.inference_mode(False):
+            self._batch = batch.mapped(copy_without_graph)
+            self._target = mapped(target, copy_without_graph) if with_loss else None
+        self._with_loss = with_loss
+        self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
+        self._random: NumbersOfProof | None = None
+        self._drawn_before: list[bytes] = []
+        #: The micro-batch that runs in the plain model, and what lets generators follow it.
+        self._following: int | None = None
+        self._generators = ExitStack()
+        self._loss: MicroBatchLoss | None = None
+        #: The factor of each micro-batch in the loss of a step.
+        self._factors: dict[int, float] = {}
+        self.differing: list[str] = []
+
+    @contextmanager
+    def running_plain(self) -> Iterator[Take]:
+        with self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as aliases:
+            self._aliases, self._random = aliases, NumbersOfProof()
+            self._loss = self._loss_of(self._batch)
+            self._drawn_before = self._states_of_layers()
+            yield _AliasedGradients(aliases, self._names)
+
+    @contextmanager
+    def draw_as(self, i: int) -> Iterator[None]:
+        self._following = i
+        with self._generators:
+            self._draw_on(0)
+            try:
+                yield
+            finally:
+                self._following = None
+
+    def _draw_on(self, column: int) -> None:
+        """Let the random numbers of the micro-batch go on on the device of a column."""
+        if self._following is None or self._random is None:  # What runs again at backward draws what it has drawn.
+            return
+        self._generators.close()
+        self._generators.enter_context(self._random.of(self._following, self._devices[column]))
+
+    def draws(self) -> bool:
+        assert self._random is not None
+        of_layers = self._states_of_layers() != self._drawn_before
+        return any(self._random.drawn) or self._random.draws_in_python or of_layers
+
+    def _states_of_layers(self) -> list[bytes]:
+        """Return the states of generators that layers have of their own."""
+        return [state_of(generator).numpy().tobytes() for generator in generators_in(self._module.modules())]
+
+    def run_plain(self, i: int | None) -> Any:
+        return self._call(self._batch.arguments if i is None else self._batch.parts[i])
+
+    def _call(self, arguments: Arguments) -> Any:
+        # Clones, which the model may change.
+        to_device = self._pipeline.to(self._devices[0])
+        args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
+        output = self._model._torchgpipe_forward(*args, **kwargs)
+        if self._pipeline.host_memory is not None:
+            self._aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+        return output
+
+    def tensors(self, output: Any) -> Iterator[tuple[str, Tensor]]:
+        return each(output)
+
+    def without_graph(self, output: Any) -> Any:
+        with unobserved():
+            return mapped(output, copy_without_graph, caches=True)
+
+    def _loss_of(self, batch: SplitBatch) -> MicroBatchLoss | None:
+        if not self._with_loss:
+            return None
+        to_device = self._pipeline.to(self._devices[-1])
+        return MicroBatchLoss(self._settings, batch, self._target, to_device, training=self._module.training)
+
+    def roots(self, i: int, output: Any) -> Roots:
+        if self._loss is not None:
+            value, share = self._loss.of(i, output)
+            with unobserved():
+                return [(value, torch.full_like(value, share))] if value.requires_grad else []
+        with unobserved():
+            return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
+
+    def without_modes(self) -> AbstractContextManager[object]:
+        return unobserved()
+
+    def sum_losses(self) -> Tensor | None:
+        if self._loss is None:
+            return None
+        result = self._loss.result()
+        total: Tensor = result[0] if isinstance(result, tuple) else result
+        return total
+
+    def numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
+        if not self._with_loss:
+            return {path: tensor for path, tensor in each(output) if tensor.dim() == 0 and tensor.is_floating_point()}
+        loss = self._loss_of(self._batch.whole) if i is None else self._loss
+        assert loss is not None
+        number, factor = loss.of(i or 0, output)
+        if i is not None:
+            self._factors[i] = factor
+        return {"loss": number}
+
+    def explain_failure(self, error: Exception) -> Exception:
+        sizes = self._sizes
+        try:
+            if len(sizes) == 1:
+                raise error
+            with self._untouched(), self.running_plain():
+                self.run_plain(None)
+        except Exception as alone:
+            alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
+            return alone
+        return ValueError(
+            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
+            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
+            f"({self._decisions()}); {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        batch = self._settings.study.splitter.batch
+        first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
+        remedy = f"dimension 0 of '{batch}' is not the batch"
+        remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
+        return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
+
+    def _decisions(self) -> str:
+        return f"by the sample: {self._settings.study.splitter.decisions()}"
