@@ -83,7 +83,7 @@ def test_copies_are_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
-        """Stands for a model under test, and for the statistics of accelerators, which hold as many bytes as their index."""
+        """Stands for a model under test, and for accelerators that hold as many bytes as their index."""
 
         def pipeline(self, way: Config) -> Any:
             return nn.Identity(), lambda rows: None
