@@ -26,8 +26,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from math import inf
+from typing import TypeAlias
 
 __all__ = ["best_split"]
+
+#: Joins the load of a partition and what the later partitions join to.
+Join: TypeAlias = Callable[[int, float], float]
 
 
 def best_split(
@@ -75,39 +79,32 @@ class _Split:
                 low = middle + 1
         return high
 
-    def least(self, join: Callable[[int, float], float], bound: int) -> list[int] | None:
+    def least(self, join: Join, bound: int) -> list[int] | None:
         """Return the cuts of the split whose joined loads are least, or None if no split keeps the bound.
 
         Args:
-            join: joins the load of a partition and what the later partitions join to
+            join: joins loads
             bound: the largest load
         """
         earliest, latest = self._earliest_cuts(bound), self._latest_cuts(bound)
         least: list[float] = [inf] * self._layers + [0]
         best_ends: list[list[int]] = []
         for j in reversed(range(self._n)):
-            starts, ends = (earliest[j], latest[j]), (earliest[j + 1], latest[j + 1])
-            least, best_end = self._with_partition(j, join, bound, least, starts, ends)
+            window = earliest[j], latest[j], earliest[j + 1], latest[j + 1]
+            least, best_end = self._with_partition(j, join, bound, least, window)
             best_ends.insert(0, best_end)
         if least[0] == inf:
             return None
         return list(accumulate(best_ends, lambda cut, best_end: best_end[cut], initial=0))
 
     def _with_partition(
-        self,
-        j: int,
-        join: Callable[[int, float], float],
-        bound: int,
-        rest: list[float],
-        starts: tuple[int, int],
-        ends: tuple[int, int],
+        self, j: int, join: Join, bound: int, rest: list[float], window: tuple[int, int, int, int]
     ) -> tuple[list[float], list[int]]:
         """Put partition j in front of the later ones.
 
         Args:
             rest: for each cut, what the later partitions join to if they start there; infinite if they cannot
-            starts: the first and the last cut where partition j may start
-            ends: the first and the last cut where it may end
+            window: the first and the last cut where partition j may start, and those where it may end
 
         Returns:
             For each cut, what partition j and the later ones join to if partition j starts there, and its best end.
@@ -131,7 +128,7 @@ class _Split:
             search(first, start - 1, low, best_end[start])
             search(start + 1, last, best_end[start], high)
 
-        search(*starts, *ends)
+        search(*window)
         return least, best_end
 
     def _latest_cuts(self, bound: int) -> list[int]:

@@ -22,7 +22,6 @@ from itertools import accumulate, pairwise
 
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
-from torchgpipe_balancing.partition import check_partitions
 from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
 from torchgpipe_balancing.split import best_split
@@ -102,12 +101,10 @@ def nearest(given: PlanInput) -> Candidate | None:
 
 
 def find_outcome(problem: Problem) -> Outcome:
-    """Return what a quick choice costs that fits the devices; if none is found, one that does not fit.
-
-    Raises:
-        ValueError: there are fewer layers than partitions.
-    """
-    plain = problem.outcome(Choice(_balance(problem)))
+    """Return what a quick choice costs that fits the devices; if none is found, one that does not fit."""
+    even = _balance(problem)
+    assert even is not None, "without limits there is a balance"
+    plain = problem.outcome(Choice(even))
     if problem.excess(plain) <= 0:
         return plain
     best = _quickest(problem, _outcomes_within(problem))
@@ -126,32 +123,23 @@ def _outcomes_within(problem: Problem, recomputed: Collection[int] = ()) -> list
         problem: the problem
         recomputed: layers that the balances take to be recomputed
     """
-    within = [_balance_within(problem, recomputes, recomputed) for recomputes in (False, True)]
-    balances = [_balance(problem, recomputed), *[balance for balance in within if balance is not None]]
-    return [_recompute(problem, balance) for balance in dict.fromkeys(balances)]
+    within = [_balance_within(problem, recomputes, recomputed) for recomputes in {False, problem.may_recompute}]
+    balances = dict.fromkeys([_balance(problem, recomputed), *within])
+    return [_recompute(problem, balance) for balance in balances if balance is not None]
 
 
 def _nearest_outcome(problem: Problem) -> Outcome:
     """Return what a choice costs that exceeds the devices by few bytes; nothing fits."""
-    best = _recompute(problem, _balance(problem))
-    low = 0.0
+    best, low = find_outcome(problem), 0.0
     while (excess := problem.excess(best)) - low > max(1.0, excess / 1000):
         middle = (low + excess) / 2
-        balance = _balance_within(problem, recomputes=True, more=middle)
+        balance = _balance_within(problem, problem.may_recompute, more=middle)
         outcome = best if balance is None else _recompute(problem, balance)
         if problem.excess(outcome) < excess:
             best = outcome
         else:
             low = middle
     return best
-
-
-def _balance(problem: Problem, recomputed: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the balance whose partitions take equally long, if these layers are recomputed."""
-    check_partitions(len(problem.layers), len(problem.places))
-    balance = _split(problem, recomputed)
-    assert balance is not None, "without limits there is a split"
-    return balance
 
 
 def _balance_within(
@@ -177,19 +165,20 @@ def _balance_within(
 
         def need(end: int) -> float:
             activations = sum(alike) * (layers[start].again + kept[end] - kept[start])
-            if recomputes and problem.may_recompute:
+            if recomputes:
                 room = max([layer.kept for layer in layers[start:end]])
                 activations = min(activations, sum(alike) * (layers[start].again + least[end] - least[start]) + room)
             return activations + len(alike) * (state[end] - state[start])
 
         return start + bisect_right(range(start + 1, len(layers) + 1), problem.devices[place].memory + more, key=need)
 
-    return _split(problem, recomputed, cache(farthest))
+    return _balance(problem, recomputed, cache(farthest))
 
 
-def _split(
-    problem: Problem, recomputed: Collection[int], farthest: Callable[[int, int], int] | None = None
+def _balance(
+    problem: Problem, recomputed: Collection[int] = (), farthest: Callable[[int, int], int] | None = None
 ) -> tuple[int, ...] | None:
+    """Return the balance whose partitions take equally long, if these layers are recomputed; see `best_split`."""
     seconds = [layer.forward + layer.backward for layer in problem.layers]
     for k in recomputed:
         seconds[k] += _seconds_again(problem, k)

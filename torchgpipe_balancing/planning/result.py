@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -156,9 +155,9 @@ class Plan:
         Args:
             path: the file to write, such as ``'plan.json'``
         """
-        saved = {field.name: _plain(getattr(self, field.name)) for field in fields(self) if field.compare}
-        content = {"version": _VERSION, **saved}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        fitting = [asdict(candidate) for candidate in self.fitting]
+        content = {"version": _VERSION, "input": asdict(self.input), "fitting": fitting}
+        Path(path).write_text(json.dumps(content, indent=1, default=sorted) + "\n")  # Layers are in a set.
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -176,7 +175,7 @@ class Plan:
             content = None
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
-        plan: Plan = _made(cls, content)
+        plan: Plan = _restore(cls, content)
         return plan
 
     def plot(self, path: str | PathLike[str] | None = None) -> str:
@@ -203,24 +202,14 @@ class Plan:
         return text.write_plan(self.input, self.fitting, self.outcome())
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: with None in place of infinities, and lists in place of sets and tuples."""
-    if is_dataclass(value):
-        return {name: _plain(attribute) for name, attribute in vars(value).items()}
-    if isinstance(value, (tuple, frozenset)):
-        return [*map(_plain, sorted(value) if isinstance(value, frozenset) else value)]
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def _made(kind: Any, content: Any) -> Any:
-    """Return a value of a type from what `_plain` has made of it. A file may lack, or have more than, it needs."""
+def _restore(kind: Any, content: Any) -> Any:
+    """Return a value of a type from its JSON. A file may lack, or have more than, it needs."""
     if get_origin(kind) is frozenset:
         return frozenset(content)
     if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return tuple(_made(kinds[0 if kinds[-1] is Ellipsis else k], item) for k, item in enumerate(content))
+        return tuple(_restore(get_args(kind)[0], item) for item in content)  # Items are of one type.
     if is_dataclass(kind):
         types = get_type_hints(kind)
-        attributes = {name: _made(types[name], item) for name, item in content.items() if name in types}
+        attributes = {name: _restore(types[name], item) for name, item in content.items() if name in types}
         return cast(Any, kind)(**attributes)
-    return math.inf if kind is float and content is None else content
+    return content

@@ -122,9 +122,3 @@ def test_a_slow_or_small_device_gets_less() -> None:
     slow = replace(problem, devices=(Device("a", slowness=3.0), Device("b")))
     tight = replace(problem, devices=(Device("a", 40), Device("b")))
     assert [find_outcome(one).choice.balance for one in (problem, slow, tight)] == [(4, 4), (2, 6), (2, 6)]
-
-
-def test_fewer_layers_than_partitions() -> None:
-    problem = Problem((Layer(1, 2, 1, 1, kept=1),), (Device("a"), Device("b")), (0, 1), program("1F1B", 1, [0, 1]))
-    with pytest.raises(ValueError, match="1 layers cannot be split into 2 partitions"):
-        find_outcome(problem)
