@@ -19,10 +19,10 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import DEVICES, mean_of_squares, plan_of
 from benchmarks.program import Progress
 from benchmarks.records import Row, aim, spread, spread_of_turns, table_of
-from torchgpipe_balancing.planning.alternatives import problem_of
-from torchgpipe_balancing.planning.measure import timed
+from torchgpipe_balancing.planning.candidates import problem_of
+from torchgpipe_balancing.planning.measure import time_steps
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest, prepare_model
 from torchgpipe_balancing.planning.problem import Choice
-from torchgpipe_balancing.planning.subject import Subject, Way, subject_of
 
 __all__ = ["choice", "plan_choice"]
 
@@ -46,14 +46,14 @@ def answer(peer: str, request: Request) -> Answer:
     """Plan for a model, and return the seconds of all ways, round by round, with what the plan predicts."""
     about, plan = plan_of(request, schedule=SCHEDULES, chunks=CHUNKS, checkpoint=False)
     ways = {
-        called(schedule, chunks, first): Way([first, LAYERS - first], plan.devices, chunks, schedule)
+        called(schedule, chunks, first): Config([first, LAYERS - first], plan.devices, chunks, schedule)
         for first in range(1, LAYERS)
         for chunks in CHUNKS
         for schedule in SCHEDULES
     }
     planned = called(plan.schedule, plan.chunks, plan.balance[0])
-    subject = subject_of(about.model, about.sample, None, len(DEVICES), {"loss_fn": mean_of_squares})
-    seconds = measured(subject, about.batch, {**ways, AGAIN: ways[planned]}, request["rounds"], request["steps"])
+    tested = prepare_model(about.model, about.sample, None, len(DEVICES), {"loss_fn": mean_of_squares})
+    seconds = measured(tested, about.batch, {**ways, AGAIN: ways[planned]}, request["rounds"], request["steps"])
     return {
         "batch": about.batch,
         "planned": planned,
@@ -66,19 +66,21 @@ def called(schedule: str, chunks: int, first: int) -> str:
     return f"{schedule}, {chunks} chunks, {first} {LAYERS - first}"
 
 
-def predicted(plan: torchgpipe.Plan, way: Way) -> float:
+def predicted(plan: torchgpipe.Plan, way: Config) -> float:
     """Return the seconds that the plan predicts of a way."""
-    problem: Any = problem_of(plan.question, way.schedule, way.chunks)  # type: ignore[arg-type]
+    problem: Any = problem_of(plan.input, way.schedule, way.chunks)  # type: ignore[arg-type]
     return float(problem.predicted(problem.outcome(Choice(tuple(way.balance))).seconds))
 
 
-def measured(subject: Subject, batch: int, ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, list[float]]:
+def measured(
+    tested: ModelUnderTest, batch: int, ways: Mapping[str, Config], rounds: int, steps: int
+) -> dict[str, list[float]]:
     """Return for each way the median seconds of a step in each round. One more step runs before them."""
     medians: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         for name in Random(turn).sample(list(ways), len(ways)):
-            model, step = subject.pipeline(ways[name])
-            seconds = timed(partial(step, batch), ways[name].devices, 1 + steps, model)
+            model, step = tested.pipeline(ways[name])
+            seconds = time_steps(partial(step, batch), ways[name].devices, 1 + steps, model)
             medians[name].append(statistics.median(seconds[1:]))
     return medians
 

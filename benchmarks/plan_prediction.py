@@ -21,7 +21,7 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import FAMILIES, plan_of
 from benchmarks.program import Progress
 from benchmarks.records import MIB, Row, aim, spread, table, table_of
-from torchgpipe_balancing.planning.alternatives import alternatives
+from torchgpipe_balancing.planning.candidates import candidates
 
 __all__ = ["plan_memory", "plan_prediction", "prediction"]
 
@@ -49,7 +49,7 @@ def answer(peer: str, request: Request) -> Answer:
     about, plan = plan_of(request, **more)
     check = plan.check(about.model, steps=request["steps"])
     return {
-        "layers": len(plan.question.costs.layers),
+        "layers": len(plan.input.costs.layers),
         "batch": about.batch,
         "choice": {
             **{"schedule": plan.schedule, "chunks": plan.chunks, "balance": plan.balance},
@@ -66,12 +66,12 @@ def answer(peer: str, request: Request) -> Answer:
 def limit(request: Request) -> Answer:
     """Return the memory of each device, and the share of the activations that the first has room for, if any."""
     _, plan = plan_of(request, **NARROW, checkpoint=False, margin=0.0)
-    outcome, devices = plan.outcome(), plan.question.devices
+    outcome, devices = plan.outcome(), plan.input.devices
     state = outcome.partitions[0].state
     for share in SHARES:
         memory = [state + share * (outcome.memory[0] - state), *outcome.memory[1:]]
         limited = tuple(replace(device, memory=size) for device, size in zip(devices, memory))
-        if alternatives(replace(plan.question, devices=limited, recomputes=True), keep=1).fitting:
+        if candidates(replace(plan.input, devices=limited, recomputes=True)):
             # The margin that plans leave by default is on top.
             return {"memory": [size / (1 - 0.1) * (1 + 1e-6) for size in memory], "share": share}
     return {}

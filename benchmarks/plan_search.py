@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.balance import random_costs
 from benchmarks.program import Progress
 from benchmarks.records import table_of
-from torchgpipe_balancing.planning.alternatives import Question, Tried, alternatives
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, candidates
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
 
@@ -32,7 +32,7 @@ SHARES = (math.inf, 0.9, 0.7, 0.5)
 BATCH, ROWS = 128, (1, 4, 16)
 
 
-def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Question:
+def random_question(size: int, devices: int, kind: str, seed: int = 0) -> PlanInput:
     """Return a question about random layers without a limit of memory."""
     rng = Random(f"{kind} {seed}")
     layers = []
@@ -50,7 +50,7 @@ def random_question(size: int, devices: int, kind: str, seed: int = 0) -> Questi
         layers.append(LayerCosts((str(k),), parameters, parameters, 0, tuple(samples)))
     cells = tuple(CellCosts(*[2e-5] * 4) for _ in ROWS)
     costs = Costs(tuple(layers), ROWS, cells, 5e-6, 1e-10, "random", "none")
-    return Question(costs, tuple(Device(str(k)) for k in range(devices)), BATCH, 3.0)
+    return PlanInput(costs, tuple(Device(str(k)) for k in range(devices)), BATCH, 3.0)
 
 
 def search(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,24 +70,23 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
                 limited = tuple(replace(device, memory=share * needs) for device in question.devices)
                 question = replace(question, devices=limited)
             start = process_time()
-            tried = alternatives(question)
+            tried = candidates(question)
             seconds = process_time() - start
             if share == math.inf:
-                needs = max(tried.fitting[0].memory)
+                needs = max(tried[0].memory)
             rows.append({"kind": kind, "memory": None if share == math.inf else share, **told(tried, seconds)})
     return {"rows": rows}
 
 
-def told(tried: Tried, seconds: float) -> dict[str, Any]:
-    best = tried.fitting[0] if tried.fitting else None
+def told(tried: list[Candidate], seconds: float) -> dict[str, Any]:
+    best = tried[0] if tried else None
     return {
         "seconds": seconds,
-        "fitting": len(tried.fitting),
-        "misfits": len(tried.misfits),
+        "fitting": len(tried),
         "schedule": best and f"{best.schedule}, {best.chunks} chunks",
         "recomputed": best and len(best.choice.recomputed),
         "step": best and best.seconds,
-        "balances": best and sum(alternative.tried for alternative in tried.fitting),
+        "balances": len(tried),
     }
 
 

@@ -27,8 +27,8 @@ from benchmarks.records import aim, spread, table_of
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing import partition
+from torchgpipe_balancing.planning.candidates import find_outcome
 from torchgpipe_balancing.planning.problem import CellCosts, Choice, Device, Layer, Problem
-from torchgpipe_balancing.planning.search import solve
 
 __all__ = ["plan_optimal", "plan_splits", "random_problem", "splits"]
 
@@ -73,7 +73,7 @@ def random_problem(name: ScheduleName, rng: random.Random, size: int, devices: i
 def choices(problem: Problem) -> Iterator[Choice]:
     """Yield all choices that there are."""
     size = len(problem.layers)
-    may = range(size - 1 if problem.recomputes and not problem.splits_backward else 0)
+    may = range(size - 1 if problem.may_recompute else 0)
     sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
     for cuts in combinations(range(1, size), len(problem.places) - 1):
         balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))
@@ -94,11 +94,12 @@ def checked(count: int) -> list[dict[str, Any]]:
             size = rng.randint(max(4, 2 * devices), 6)
             problem = random_problem(name, rng, size, devices, rng.randint(1, 5), rng.uniform(0.4, 1.5))
             outcomes = (problem.outcome(choice) for choice in choices(problem))
-            best = min([outcome.seconds for outcome in outcomes if problem.fits(outcome)], default=math.inf)
-            search = solve(problem)
-            row["wrong"] += search.fits != problem.fits(search.outcome) or (best < math.inf) != search.fits
-            if search.fits:
-                ratio = search.outcome.seconds / best
+            best = min([outcome.seconds for outcome in outcomes if problem.excess(outcome) <= 0], default=math.inf)
+            found = find_outcome(problem)
+            fits = problem.excess(found) <= 0
+            row["wrong"] += (best < math.inf) != fits
+            if fits:
+                ratio = found.seconds / best
                 row["optimal"] += ratio <= 1 + NEAR
                 row["near"] += ratio <= NEARLY
                 row["worst"] = max(row["worst"], ratio)
@@ -160,12 +161,12 @@ def compared(count: int, limit: float) -> dict[str, Any]:
     for index, problem in enumerate(problems):
         if index % 100 == 0:
             progress("balances of 1F1B")
-        ours.append(solve(problem))
+        ours.append(find_outcome(problem))
     rows = []
     for way, balances in ways.items():
         ratios = [
-            problem.outcome(Choice(tuple(balance))).seconds / search.outcome.seconds
-            for problem, balance, search in zip(problems, balances, ours, strict=True)
+            problem.outcome(Choice(tuple(balance))).seconds / found.seconds
+            for problem, balance, found in zip(problems, balances, ours, strict=True)
             if balance is not None and 0 not in balance
         ]
         empty = sum(balance is not None and 0 in balance for balance in balances)

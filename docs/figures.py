@@ -117,7 +117,7 @@ def schedule_costs() -> Picture:
 
 def plan() -> str:
     """Draw a plan for 24 equal blocks, an embedding and a head, on four devices with too little memory."""
-    from torchgpipe_balancing.planning.alternatives import Question, alternatives, problem_of
+    from torchgpipe_balancing.planning.candidates import PlanInput, candidates, problem_of
     from torchgpipe_balancing.planning.costs import Costs, LayerCosts
     from torchgpipe_balancing.planning.picture import draw
     from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
@@ -130,8 +130,8 @@ def plan() -> str:
     layers.append(layer("head", 8e-3, 2**29, 2**27))
     costs = Costs(tuple(layers), (1,), (CellCosts(),), 0.0, 0.0, "", "")
     devices = tuple(Device(f"cuda:{k}", 12 * 2**30) for k in range(4))
-    question = Question(costs, devices, batch=8, states=3.0, schedules=("1F1B",), chunks=(8,))
-    best = alternatives(question).fitting[0]
+    question = PlanInput(costs, devices, batch=8, states=3.0, schedules=("1F1B",), chunks=(8,))
+    best = candidates(question)[0]
     return draw(question, problem_of(question, best.schedule, best.chunks).outcome(best.choice))
 
 

@@ -1,4 +1,4 @@
-"""Record training steps, and show one of them as a picture, as text, and as a report.
+"""Record training steps, and show one of them as a picture, and all as a report.
 
     python examples/timeline.py                                # writes timeline.svg
     python examples/timeline.py --picture step.png --trace step.json
@@ -44,7 +44,7 @@ def main() -> None:
     timeline.plot(options.picture, step=shortest)
     if options.trace:
         timeline.save(options.trace)
-    print(timeline, timeline.report(), sep="\n\n")
+    print(timeline.report())
 
 
 if __name__ == "__main__":

@@ -29,8 +29,7 @@ PUBLIC: dict[str, list[str]] = {
     "torchgpipe.pipe": ["BalanceError", "LocalRRef", "NoChunk", "Pipe", "PipeSequential", "WithDevice"],
     "torchgpipe.timeline.timeline": ["Timeline"],
     "torchgpipe.timeline.span": ["Row", "Span"],
-    "torchgpipe.timeline.prediction": ["Prediction"],
-    "torchgpipe.timeline.report": ["Advice", "DeviceUse", "Report"],
+    "torchgpipe.timeline.report": ["DeviceUse", "Report"],
     "torchgpipe_balancing": [
         "Check",
         "DoesNotFit",
@@ -51,7 +50,6 @@ SHARED = {
     "torchgpipe.schedule",
     "torchgpipe.batchnorm",
     "torchgpipe.model.comparison",
-    "torchgpipe.timeline.prediction",
     "torchgpipe.timeline.span",
 }
 
@@ -108,8 +106,8 @@ def test_each_public_name_is_shown_at_work() -> None:
     pages = [snippets.in_rst(path.read_text()) for path in (ROOT / "docs").rglob("*.rst")]
     pages += [snippets.in_docstring(inspect.getdoc(t)) for name in NAMES for _, t in snippets.documented(named(name))]
     code = "\n".join(snippet.code for page in pages for snippet in page)
-    returned = {"LayerProfile", "LocalRRef", "Profile", "Report", "Timeline", "Row", "Span", "Advice", "DeviceUse"}
-    returned |= {"Check", "Compared", "Comparison", "Plan", "Prediction"}
+    returned = {"LayerProfile", "LocalRRef", "Profile", "Report", "Timeline", "Row", "Span", "DeviceUse"}
+    returned |= {"Check", "Compared", "Comparison", "Plan"}
     names = {name.rpartition(".")[2] for name in NAMES} - returned - {"BalanceError"}  # never raised
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torchgpipe_balancing.split import best_split
 
@@ -78,17 +79,18 @@ def partition(
         if numbers is not None and len(numbers) != count:
             raise ValueError(f"{name} has {len(numbers)} numbers, for {count} {of}")
 
-    # Sizes and limits are in one unit.
-    memory = _whole([*(size or [Fraction(0)] * len(cost)), *(limit or [Fraction(0)] * n)])
-    cuts = best_split(
-        costs=_whole(cost),
-        sizes=memory[: len(cost)],
-        slowness=_whole([1 / factor for factor in speed or [Fraction(1)] * n]),
-        limits=memory[len(cost) :],
-    )
+    slowness = _whole([1 / factor for factor in speed or [Fraction(1)] * n])
+    cuts = best_split(_whole(cost), slowness, None if size is None or limit is None else _farthest(size, limit))
     if cuts is None:
         raise ValueError(f"sizes do not fit into limits: {_misfit(size or [], limit or [])}")
     return [end - start for start, end in pairwise(cuts)]
+
+
+def _farthest(sizes: Sequence[Fraction], limits: Sequence[Fraction]) -> Callable[[int, int], int]:
+    """Return a function that returns the farthest cut up to which layers fit, given a partition and its first cut."""
+    numbers = _whole([*sizes, *limits])  # in one unit
+    sums = list(accumulate(numbers[: len(sizes)], initial=0))
+    return lambda j, start: bisect_right(sums, sums[start] + numbers[len(sizes) + j]) - 1
 
 
 def check_partitions(layers: int, partitions: int) -> None:

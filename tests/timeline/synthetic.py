@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from torchgpipe.engine.record import Kind
-from torchgpipe.schedule import COSTS, Program, simulate
-from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Row, Span
 
-__all__ = ["ideal", "ran", "rows", "span"]
+__all__ = ["ideal", "rows", "span"]
 
 
 def rows(n: int, devices: Sequence[str] | None = None) -> list[Row]:
@@ -51,23 +48,3 @@ def ideal(m: int, n: int, *, again: float = 1.0, devices: Sequence[str] | None =
                 spans.append(span("recomputation", i, j, start, start + again, step=step, device=names[j]))
             spans.append(span("backward", i, j, start + again, start + again + 2, step=step, device=names[j]))
     return sorted(spans, key=lambda span: (span.start, span.end))
-
-
-KINDS: dict[str, Kind] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of the input",
-    "W": "backward of the weights",
-}
-
-
-def ran(program: Program, devices: Sequence[str], costs: Any = COSTS) -> Report:
-    """Return the report of a step that went exactly as simulated, of as many micro-batches as the program has."""
-    made = simulate(program, costs)
-    spans = [
-        span(KINDS[action.kind], action.i, action.j, start, start + made.cost(action), device=devices[action.j])
-        for own in made.starts
-        for action, start in own
-    ]
-    m = 1 + max(action.i for own in program for action in own)
-    return Report(spans, rows(len(devices), devices), {0: m}, {}, {0: program})

@@ -40,12 +40,6 @@ def test_a_step_is_drawn_into_a_file_and_in_a_notebook(tmp_path: Path) -> None:
         timeline.plot("step.png")
 
 
-def test_a_long_step_is_wide() -> None:
-    """Three quarters of the cells show their number, up to a width that a browser can still show."""
-    widths = [float(ElementTree.fromstring(drawing.draw(ideal(m, 4), rows(4))).attrib["width"]) for m in (1, 32, 1000)]
-    assert widths[0] == 720 < widths[1] < widths[2] == 2880
-
-
 def test_a_box_for_every_cell_with_its_number() -> None:
     picture = drawing.draw(ideal(4, 2), rows(2))
     assert words(picture)[:5] == ["Step 0: 20000.0 ms", "forward", "recomputation", "backward", "cuda:0"]
@@ -67,18 +61,5 @@ def test_all_names_of_kinds_fit() -> None:
     assert float(legend[-1].attrib["x"]) < 720 - 40
 
 
-def test_copies_are_strips_below_the_cells() -> None:
-    """A copy runs beside a cell, on a stream of its own."""
-    spans = [span("forward", 0, 0, 0, 4), span("copy", 0, 0, 1, 2, other=1)]
-    cell, copy = ElementTree.fromstring(drawing.draw(spans, rows(2))).findall(f"{SVG}rect")[-2:]
-    assert float(cell.attrib["y"]) + float(cell.attrib["height"]) <= float(copy.attrib["y"])
-
-
 def test_a_step_without_duration_is_drawn() -> None:
     assert "Step 0: 0.0 ms" in words(drawing.draw([span("forward", 0, 0, 1.0, 1.0)], rows(1)))
-
-
-def test_what_has_failed_says_so() -> None:
-    assert titles(drawing.draw([span("backward", 2, 0, 0, 1, failed=True)], rows(1))) == [
-        "backward of micro-batch 2: 1000.00 ms, failed"
-    ]

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import torchgpipe
-from tests.timeline.synthetic import ideal, ran, rows, span
+from tests.timeline.synthetic import ideal, rows, span
 from torchgpipe import GPipe
-from torchgpipe.schedule import program, simulate
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Span, covered
 
@@ -39,7 +38,6 @@ def test_an_ideal_step_has_the_ideal_bubble(m: int, n: int) -> None:
     assert made.bubble == pytest.approx((n - 1) / (m + n - 1))
     assert made.ideal_bubble == pytest.approx((n - 1) / (m + n - 1))
     assert made.costs == [4.0] * n
-    assert made.predicted == made.duration
     assert made.slowest_by == 0
     assert made.recomputation == 0.25
     assert not made.take_turns
@@ -71,76 +69,13 @@ def test_shares_of_a_device() -> None:
     assert "n/a" in str(made)
 
 
-def test_the_slowest_partition_and_what_a_better_balance_gains() -> None:
+def test_the_slowest_partition() -> None:
     # The partitions take 1, 4 and 1 seconds per micro-batch; the mean is 2.
     spans = [span("forward", i, j, 10 * i + j, 10 * i + j + (4 if j == 1 else 1)) for i in range(3) for j in range(3)]
     made = report(spans, 3, 3)
     assert made.costs == [1, 4, 1]
     assert (made.slowest, made.slowest_by) == (1, 1.0)
-    assert made.predicted == 6 + 2 * 4
-    assert made.better_balance.gain == pytest.approx(1 - (6 + 2 * 2) / 14)
-    assert "partition 1" in made.better_balance.what
-    assert made.more_chunks.gain == pytest.approx(1 - (6 + 5 * 4) / 2 / 14)
-    assert made.no_recomputation.gain == 0
-    assert [advice.gain for advice in made.advice] == [made.better_balance.gain, made.more_chunks.gain]
-
-
-def test_what_no_recomputation_gains() -> None:
-    made = report(ideal(4, 2), 2, 4)
-    # Cells of 4 seconds, then of 3: 5 clocks each.
-    assert made.no_recomputation.gain == pytest.approx(1 - 15 / 20)
-    assert made.more_chunks.gain == pytest.approx(1 - 9 * 2 / 20)
-    assert made.more_chunks.what == "more micro-batches: chunks=8 in place of 4"
-    assert made.better_balance.gain == 0
-
-
-def test_partitions_that_share_a_device_share_its_time() -> None:
-    # Partitions 0 and 2 share a device with a load of 5; partition 1 has the other device, with a load of 1.
-    #     cuda:0   F(0,0) F(1,0) F(0,2)                      F(1,2)
-    #     cuda:1          F(0,1) F(1,1)
-    devices = ["cuda:0", "cuda:1", "cuda:0"]
-    seconds = [1.0, 1.0, 4.0]
-    spans = [
-        span("forward", i, j, 10 * i + j, 10 * i + j + seconds[j], device=devices[j])
-        for i in range(2)
-        for j in range(3)
-    ]
-    made = report(spans, 3, 2, devices)
-    assert [str(use.device) for use in made.devices] == ["cuda:0", "cuda:1"]
-    assert made.ideal_bubble == pytest.approx(1 / 3)
-    assert made.predicted == 2 + 2 * 4
-    # With an equal load, partition 1 takes 3, and the others 1.5 each.
-    assert made.better_balance.gain == pytest.approx(1 - (1.5 + 2 * 3 + 1.5) / 10)
-
-
-def test_more_micro_batches_for_a_program_of_ones_own() -> None:
-    """Nobody knows that program for more of them, so the gain is that of GPipe."""
-    own = [[*actions[:4][::-1], *actions[4:]] for actions in program("GPipe", 4, [0, 1])]
-    made = ran(own, ["cuda:0", "cuda:1"])
-    assert made.predicted == pytest.approx(simulate(own).seconds)
-    assert made.more_chunks.gain == pytest.approx(1 - 9 * 1.5 / (5 * 3))
-
-
-def test_without_backward_forward_waits_for_nothing() -> None:
-    """Under 1F1B, device 0 would start micro-batch 2 after the backward of micro-batch 0."""
-    spans = [span("forward", i, j, 10 * i + j, 10 * i + j + 1 + 4 * j) for i in range(3) for j in range(2)]
-    made = Report(spans, rows(2), {0: 3}, {}, {0: program("1F1B", 3, [0, 1])})
-    assert made.predicted == 1 + 3 * 5
-
-
-def test_a_first_partition_may_have_the_second_half_of_backward_only() -> None:
-    """As in frames, where nobody waits for the gradient of the input."""
-    spans = [span("forward", 0, 0, 0, 1), span("backward of the weights", 0, 0, 1, 3)]
-    assert Report(spans, rows(1), {0: 1}, {}, {0: program("ZeroBubble", 1, [0])}).predicted == 3
-
-
-def test_on_one_device_only_less_work_helps() -> None:
-    spans = [replace(span, device=torch.device("cuda:0")) for span in ideal(4, 2)]
-    made = report(spans, 2, 4, ["cuda:0", "cuda:0"])
-    assert made.ideal_bubble == 0
-    assert made.predicted == 4 * 8
-    assert (made.more_chunks.gain, made.better_balance.gain) == (0, 0)
-    assert [advice.gain for advice in made.advice] == [0.25]
+    assert "partition 1" in str(made)
 
 
 def test_steps_are_added_up_and_what_is_between_them_does_not_count() -> None:
@@ -169,7 +104,6 @@ def test_devices_that_take_turns_have_no_bubble_of_a_pipeline() -> None:
     made = report(ideal(4, 2, devices=devices), 2, 4, devices)
     assert made.take_turns
     assert "take turns" in str(made)
-    assert made.advice == [made.no_recomputation]
 
 
 def test_a_failed_step_is_reported_up_to_the_fault() -> None:

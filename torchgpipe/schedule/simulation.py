@@ -5,7 +5,7 @@ An action starts when its device has finished the action before it, and everythi
     start  =  max(end of the action before it,  end of each needed action + transfer)
     end    =  start + cost
 
-Timelines and benchmarks use this model of time and memory. Plans compute the same for many choices at once.
+Plans and benchmarks use this model of time and memory.
 """
 
 from __future__ import annotations

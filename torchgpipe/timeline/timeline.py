@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from torchgpipe.schedule import Program
-from torchgpipe.timeline import drawing, schedule_text, trace
+from torchgpipe.timeline import drawing, trace
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Row, Span
 
@@ -20,7 +20,7 @@ __all__ = ["Timeline"]
 class Timeline:
     """The recorded work of a pipeline; returned by :func:`torchgpipe.record`.
 
-    ``print(timeline)`` draws the last step as text. In a notebook the object shows a picture of the last step.
+    In a notebook the object shows a picture of the last step.
     """
 
     def __init__(self) -> None:
@@ -124,17 +124,12 @@ class Timeline:
         return picture
 
     def report(self) -> Report:
-        """Report how busy the devices were in all kept steps, what other schedules would give, and what to try.
+        """Report how busy the devices were in all kept steps, and which partition was the slowest.
 
         Raises:
             ValueError: no cell was recorded.
         """
         return Report(self.spans, self._rows, self._micro_batches, self._peak_memory, self._programs)
-
-    def __str__(self) -> str:
-        if not self._spans:
-            return repr(self)
-        return schedule_text.schedule(self.of_step(), self._rows)
 
     def __repr__(self) -> str:
         if self._spans is None:

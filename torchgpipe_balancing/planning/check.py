@@ -1,6 +1,6 @@
-"""Run planned pipelines: the best alternatives, so that the quickest is chosen; and a plan, to check its predictions.
+"""Run planned pipelines: the best candidates, so that the quickest is chosen; and a plan, to check its predictions.
 
-A prediction is some per cent off, ten in the median of small models on a shared machine. Where alternatives are as
+A prediction is some per cent off, ten in the median of small models on a shared machine. Where candidates are as
 close as that, only a run tells which one is quicker.
 """
 
@@ -14,18 +14,18 @@ from functools import partial
 import torch
 
 from torchgpipe.devices.device import device_module
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, problem_of
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, problem_of
 from torchgpipe_balancing.planning.counting import activation_peaks
-from torchgpipe_balancing.planning.measure import timed
-from torchgpipe_balancing.planning.subject import Subject, Way
+from torchgpipe_balancing.planning.measure import time_steps
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 from torchgpipe_balancing.table import table
 
-__all__ = ["Check", "checked", "tried_out", "way_of"]
+__all__ = ["Check", "config_of", "run_check", "try_out"]
 
 #: Alternatives that are predicted to take so much longer than the best are not run.
 _FAR = 1.15
 
-#: How often each alternative takes its turn, and the steps that are timed in each; another step runs before them.
+#: How often each candidate takes its turn, and the steps that are timed in each; another step runs before them.
 _TURNS, _STEPS = 3, 2
 
 
@@ -67,72 +67,72 @@ def _row(name: str, predicted: float, measured: float, form: str) -> list[str]:
     return [name, form.format(predicted), form.format(measured), ratio]
 
 
-def way_of(question: Question, alternative: Alternative) -> Way:
-    """Return how to pipeline a model for an alternative."""
-    devices = [torch.device(question.devices[place].name) for place in alternative.places]
-    choice = alternative.choice
-    return Way(choice.balance, devices, alternative.chunks, alternative.schedule, choice.recomputed)
+def config_of(given: PlanInput, candidate: Candidate) -> Config:
+    """Return how to pipeline a model for a candidate."""
+    devices = [torch.device(given.devices[place].name) for place in candidate.places]
+    choice = candidate.choice
+    return Config(choice.balance, devices, candidate.chunks, candidate.schedule, choice.recomputed)
 
 
-def tried_out(subject: Subject, question: Question, fitting: Sequence[Alternative], count: int) -> list[Alternative]:
-    """Return the alternatives, those that were run with their measured times and in front, the quickest first.
+def try_out(tested: ModelUnderTest, given: PlanInput, fitting: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Return the candidates, those that were run with their measured times and in front, the quickest first.
 
     Args:
-        subject: the model
-        question: what is planned for
-        fitting: the alternatives, the best predicted ones first
+        tested: the model
+        given: what is planned for
+        fitting: the candidates, the best predicted ones first
         count: how many of them to run at most; one alone is not run
     """
-    near = [candidate for candidate in fitting[:count] if candidate.seconds <= _FAR * fitting[0].seconds]
+    near = [each for each in fitting[:count] if each.seconds <= _FAR * fitting[0].seconds]
     if len(near) < 2:
         return list(fitting)
     seconds: dict[int, list[float]] = {k: [] for k in range(len(near))}
     for _ in range(_TURNS):
         for k in [*seconds]:
             try:
-                way = way_of(question, near[k])
-                model, step = subject.pipeline(way)
-                seconds[k] += timed(partial(step, question.batch), way.devices, 1 + _STEPS, model)[1:]
+                config = config_of(given, near[k])
+                model, step = tested.pipeline(config)
+                seconds[k] += time_steps(partial(step, given.batch), config.devices, 1 + _STEPS, model)[1:]
             except torch.OutOfMemoryError:  # The margin was too small for it.
                 del seconds[k]
     ran = [replace(near[k], measured=statistics.median(of_steps)) for k, of_steps in seconds.items()]
     return [*sorted(ran, key=lambda candidate: candidate.measured), *fitting[len(near) :]]
 
 
-def checked(subject: Subject, question: Question, alternative: Alternative, steps: int) -> Check:
+def run_check(tested: ModelUnderTest, given: PlanInput, candidate: Candidate, steps: int) -> Check:
     """Run steps, and return what they took.
 
     Args:
-        subject: the model
-        question: what was planned for
-        alternative: the alternative to run
+        tested: the model
+        given: what was planned for
+        candidate: the candidate to run
         steps: the number of steps that are measured; another one runs before them
     """
-    way, names = way_of(question, alternative), [device.name for device in question.devices]
-    model, step = subject.pipeline(way)
-    run = partial(step, question.batch)
+    config, names = config_of(given, candidate), [device.name for device in given.devices]
+    model, step = tested.pipeline(config)
+    run = partial(step, given.batch)
     accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
-    timed(run, way.devices, 1, model)
+    time_steps(run, config.devices, 1, model)
     for device in accelerators:
         torch.accelerator.reset_peak_memory_stats(device)
-    predicted = alternative.seconds if question.costs.has_times else 0.0
-    seconds = tuple(timed(run, way.devices, steps, model))
-    of_layers = [place for place, count in zip(alternative.places, way.balance) for _ in range(count)]
+    predicted = candidate.seconds if given.costs.has_times else 0.0
+    seconds = tuple(time_steps(run, config.devices, steps, model))
+    of_layers = [place for place, count in zip(candidate.places, config.balance) for _ in range(count)]
     if accelerators:
         states = [0.0] * len(names)
-        for layer, place in zip(question.costs.layers, of_layers):
-            states[place] += layer.trained * (question.states - 1)
-        needs = zip(names, alternative.memory, states)
+        for layer, place in zip(given.costs.layers, of_layers):
+            states[place] += layer.trained * (given.states - 1)
+        needs = zip(names, candidate.memory, states)
         expected = [need - of_optimizer for name, need, of_optimizer in needs if not name.startswith("cpu")]
         allocated = [float(device_module(device).max_memory_allocated(device)) for device in accelerators]
         return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(expected), tuple(allocated))
-    counted = activation_peaks(subject, of_layers, way.recomputed, run)
+    counted = activation_peaks(tested, of_layers, config.recomputed, run)
     model.zero_grad()
-    return Check(predicted, seconds, tuple(names), tuple(_held(question, alternative)), tuple(map(float, counted)))
+    return Check(predicted, seconds, tuple(names), tuple(_held(given, candidate)), tuple(map(float, counted)))
 
 
-def _held(question: Question, alternative: Alternative) -> list[float]:
+def _held(given: PlanInput, candidate: Candidate) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
-    problem = problem_of(question, alternative.schedule, alternative.chunks)
+    problem = problem_of(given, candidate.schedule, candidate.chunks)
     layers = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
-    return replace(problem, layers=layers).outcome(alternative.choice).memory
+    return replace(problem, layers=layers).outcome(candidate.choice).memory

@@ -20,20 +20,20 @@ from torchgpipe.devices.memory import storages_of
 from torchgpipe.devices.torch_internals import storage_key
 from torchgpipe.model.values import each
 from torchgpipe_balancing.held import HeldBytes, Saved
+from torchgpipe_balancing.planning.model_under_test import ModelUnderTest
 from torchgpipe_balancing.planning.problem import Layer
-from torchgpipe_balancing.planning.subject import Subject
 
-__all__ = ["activation_peaks", "counted"]
+__all__ = ["activation_peaks", "count_bytes"]
 
 
-def counted(subject: Subject, run: Callable[[], Any]) -> list[Layer]:
+def count_bytes(tested: ModelUnderTest, run: Callable[[], Any]) -> list[Layer]:
     """Return the bytes of a micro-batch that each layer holds. What several layers keep counts for the first of them.
 
     Args:
-        subject: the model
+        tested: the model
         run: runs forward of one micro-batch, and perhaps its backward
     """
-    with _Counter(subject) as counter:
+    with _Counter(tested) as counter:
         loss = run()  # Whose graph is alive as long as it is.
         layers = counter.result()
         del loss
@@ -41,18 +41,18 @@ def counted(subject: Subject, run: Callable[[], Any]) -> list[Layer]:
 
 
 def activation_peaks(
-    subject: Subject, places: Sequence[int], recomputed: Collection[int], run: Callable[[], Any]
+    tested: ModelUnderTest, places: Sequence[int], recomputed: Collection[int], run: Callable[[], Any]
 ) -> list[int]:
     """Return the most bytes of activations that each device holds.
 
     Args:
-        subject: the model
+        tested: the model
         places: the index of the device of each layer
         recomputed: the positions of the layers that are recomputed
         run: runs a step
     """
     devices = [HeldBytes() for _ in range(1 + max(places))]
-    with _Peaks(subject, [devices[place] for place in places], recomputed):
+    with _Peaks(tested, [devices[place] for place in places], recomputed):
         run()
     return [device.peak for device in devices]
 
@@ -60,13 +60,13 @@ def activation_peaks(
 class _Watch(ExitStack):
     """Hooks that count what autograd saves in each layer at the place of that layer."""
 
-    def __init__(self, subject: Subject, places: Sequence[HeldBytes]) -> None:
+    def __init__(self, tested: ModelUnderTest, places: Sequence[HeldBytes]) -> None:
         super().__init__()
         self._running = threading.local()
         self._places = places
-        self._owned = set(storages_of([tensor for owned in subject.owned() for tensor in owned]))
-        for k, names in enumerate(subject.layers):
-            for module in map(subject.module, names):
+        self._owned = set(storages_of([tensor for owned in tested.owned() for tensor in owned]))
+        for k, names in enumerate(tested.layers):
+            for module in map(tested.module, names):
                 self.callback(module.register_forward_pre_hook(partial(self._enter, k), with_kwargs=True).remove)
         self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
@@ -92,14 +92,14 @@ class _Watch(ExitStack):
 class _Counter(_Watch):
     """Count for each layer, at the end of forward: what autograd has dropped until then is not kept."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, tested: ModelUnderTest) -> None:
         self._kept: list[dict[int, int]] | None = None
         self._inputs: dict[int, dict[int, int]] = {}
-        self._waiting = [0] * len(subject.layers)
+        self._waiting = [0] * len(tested.layers)
         self._lock = threading.Lock()
-        super().__init__(subject, [HeldBytes() for _ in subject.layers])
-        for k, names in enumerate(subject.layers):
-            for child in [child for name in names for child in subject.module(name).modules()]:
+        super().__init__(tested, [HeldBytes() for _ in tested.layers])
+        for k, names in enumerate(tested.layers):
+            for child in [child for name in names for child in tested.module(name).modules()]:
                 if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
                     self.callback(child.register_forward_hook(partial(self._add_waiting, k)).remove)
 
@@ -149,9 +149,9 @@ class _Peaks(_Watch):
     run ends it.
     """
 
-    def __init__(self, subject: Subject, places: Sequence[HeldBytes], recomputed: Collection[int]) -> None:
+    def __init__(self, tested: ModelUnderTest, places: Sequence[HeldBytes], recomputed: Collection[int]) -> None:
         self._held: dict[int, dict[int, Tensor]] = {k: {} for k in recomputed}
-        super().__init__(subject, places)
+        super().__init__(tested, places)
 
     def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
         # What recomputation saves of its input, it saves last before the layer, and not for the layer before.

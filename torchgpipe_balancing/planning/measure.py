@@ -32,11 +32,11 @@ from torchgpipe.schedule import ScheduleName, program, simulate
 from torchgpipe.timeline.recorder import record
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
-from torchgpipe_balancing.planning.counting import counted
+from torchgpipe_balancing.planning.counting import count_bytes
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
-from torchgpipe_balancing.planning.subject import Subject, Way
 
-__all__ = ["Recorded", "costs_of", "measured", "seconds_of_copies", "synchronize", "timed"]
+__all__ = ["Recorded", "make_costs", "measured", "seconds_of_copies", "synchronize", "time_steps"]
 
 _KINDS = {
     "forward": "F",
@@ -54,7 +54,7 @@ _ROUNDS, _STEPS = 2, 2
 
 
 def measured(
-    subject: Subject,
+    tested: ModelUnderTest,
     devices: Sequence[torch.device],
     batch: int,
     rows: Sequence[int],
@@ -65,21 +65,21 @@ def measured(
     """Measure a model.
 
     Args:
-        subject: the model
+        tested: the model
         devices: the devices to measure on
         batch: the rows of a mini-batch
         rows: the sizes of micro-batches, in increasing order. Sizes for which memory runs out are left out
         slowness: the time that each device takes, relative to the one that times are for
         seconds: roughly how long to measure
     """
-    owned = subject.owned()
+    owned = tested.owned()
     on_meta = any(tensor.is_meta for tensors in owned for tensor in tensors)
     if on_meta:
-        sizes = [counted(subject, partial(subject.plain, count)) for count in rows]
+        sizes = [count_bytes(tested, partial(tested.plain, count)) for count in rows]
         times = [[_without_times(tensors, count, rows[-1], len(devices)) for tensors in owned] for count in rows]
         cells, transfers = [CellCosts()] * len(rows), (0.0, 0.0)
     else:
-        bench = _Bench(subject, devices, batch, slowness)
+        bench = _Bench(tested, devices, batch, slowness)
         smallest = rows[0]
         while rows:
             try:
@@ -95,17 +95,17 @@ def measured(
             )
         apart = [pair for pair in pairwise(devices) if not same_memory(*pair)]
         transfers = seconds_of_copies(*apart[0]) if apart else (0.0, 0.0)
-    alike = _alike(subject, owned, sizes)
+    alike = _alike(tested, owned, sizes)
     samples = [
         [replace(size, **seconds_of) for seconds_of, size in zip(_evened(of_rows, alike), sizes_of_rows)]
         for of_rows, sizes_of_rows in zip(times, sizes, strict=True)
     ]
     where = "meta" if on_meta else ", ".join(map(str, devices))
-    return costs_of(subject, samples, rows, cells, *transfers, where)
+    return make_costs(tested, samples, rows, cells, *transfers, where)
 
 
-def costs_of(
-    subject: Subject,
+def make_costs(
+    tested: ModelUnderTest,
     samples: Sequence[Sequence[Layer]],
     rows: Sequence[int],
     cells: Sequence[CellCosts],
@@ -116,18 +116,18 @@ def costs_of(
     """Return what was measured of a model; see `Costs`.
 
     Args:
-        subject: the model
+        tested: the model
         samples: for each of the ``rows``, what each layer took
     """
     layers = []
-    for names, tensors, of_layer in zip(subject.layers, subject.owned(), zip(*samples), strict=True):
+    for names, tensors, of_layer in zip(tested.layers, tested.owned(), zip(*samples), strict=True):
         parameters = bytes_of([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
         trained = bytes_of([tensor for tensor in tensors if tensor.requires_grad])
         layers.append(LayerCosts(tuple(names), parameters, trained, bytes_of(tensors) - parameters, of_layer))
-    return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, subject.loss)
+    return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, tested.loss)
 
 
-def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Layer]]) -> list[object]:
+def _alike(tested: ModelUnderTest, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Layer]]) -> list[object]:
     """Return for each layer what it has in common with layers that take as long: classes, shapes, and bytes.
 
     The first and the last layer are like no other: the one needs no gradient of its input, the other has the loss.
@@ -136,11 +136,11 @@ def _alike(subject: Subject, owned: Sequence[Sequence[Tensor]], sizes: Sequence[
     return [
         (
             k if k in (0, last) else None,
-            [type(child) for name in names for child in subject.module(name).modules()],
+            [type(child) for name in names for child in tested.module(name).modules()],
             [tensor.shape for tensor in owned[k]],
             [(of_rows[k].kept, of_rows[k].crossing) for of_rows in sizes],
         )
-        for k, names in enumerate(subject.layers)
+        for k, names in enumerate(tested.layers)
     ]
 
 
@@ -170,23 +170,23 @@ class _Bench:
     """
 
     def __init__(
-        self, subject: Subject, devices: Sequence[torch.device], batch: int, slowness: Sequence[float]
+        self, tested: ModelUnderTest, devices: Sequence[torch.device], batch: int, slowness: Sequence[float]
     ) -> None:
-        self._subject, self._devices, self._batch = subject, devices, batch
-        self._counts = partition([1 + bytes_of(tensors) for tensors in subject.owned()], len(devices))
+        self._tested, self._devices, self._batch = tested, devices, batch
+        self._counts = partition([1 + bytes_of(tensors) for tensors in tested.owned()], len(devices))
         self._slowness = [factor for factor, count in zip(slowness, self._counts) for _ in range(count)]
         of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
         #: By whether each layer is a partition.
-        self._ways = {True: Way([1] * len(of_layers), of_layers, 1), False: Way(self._counts, devices, 1)}
+        self._configs = {True: Config([1] * len(of_layers), of_layers, 1), False: Config(self._counts, devices, 1)}
 
     def sizes(self, rows: Sequence[int]) -> list[list[Layer]]:
         """Return the bytes of each layer, for each size of a micro-batch."""
         sizes = []
         for count in rows:
-            model, step = self._subject.pipeline(self._ways[True])
+            model, step = self._tested.pipeline(self._configs[True])
             try:
                 step(count)  # Its first run allocates more.
-                sizes.append(counted(self._subject, partial(step, count)))
+                sizes.append(count_bytes(self._tested, partial(step, count)))
             finally:
                 model.zero_grad()
         return sizes
@@ -200,7 +200,7 @@ class _Bench:
         while rounds < _ROUNDS or time.perf_counter() < end:
             for (count, schedule, apart), recorded in runs.items():
                 m = self._chunks(count)
-                model, step = self._subject.pipeline(self._ways[apart]._replace(chunks=m, schedule=schedule))
+                model, step = self._tested.pipeline(self._configs[apart]._replace(chunks=m, schedule=schedule))
                 recorded.run(model, partial(step, count * m), self._devices)
             rounds += 1
         of_rows = [self._times_of(count, runs) for count in rows]
@@ -262,9 +262,9 @@ class Recorded:
 
     def run(self, pipeline: nn.Module, step: Callable[[], Any], devices: Sequence[torch.device]) -> None:
         """Run a step of a pipeline to warm up, and add the cells of a few more."""
-        timed(step, devices, 1, pipeline)
+        time_steps(step, devices, 1, pipeline)
         with record(pipeline, steps=_STEPS) as timeline:
-            self.steps += timed(step, devices, _STEPS, pipeline)
+            self.steps += time_steps(step, devices, _STEPS, pipeline)
         spans = [span for span in timeline.spans if span.computes]
         began = set()
         for span in spans:  # In the order of time.
@@ -310,13 +310,13 @@ def seconds_of_copies(source: torch.device, target: torch.device, *, pinned: boo
     def seconds(size: int) -> float:
         original = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=pinned and target.type != "cpu")
         copy = torch.empty(size, dtype=torch.uint8, device=target)
-        return statistics.median(timed(lambda: copy.copy_(original), (source, target), 10))
+        return statistics.median(time_steps(lambda: copy.copy_(original), (source, target), 10))
 
     latency = seconds(small)
     return latency, max(0.0, seconds(large) - latency) / (large - small)
 
 
-def timed(
+def time_steps(
     run: Callable[[], Any], devices: Sequence[torch.device], steps: int, model: nn.Module | None = None
 ) -> list[float]:
     """Return the seconds of each of so many steps.

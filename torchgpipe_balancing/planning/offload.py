@@ -27,14 +27,14 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import Streamed, residency, streamed
 from torchgpipe_balancing.partition import partition
-from torchgpipe_balancing.planning.alternatives import rows_of
+from torchgpipe_balancing.planning.candidates import rows_of
 from torchgpipe_balancing.planning.costs import Costs, in_proportion
-from torchgpipe_balancing.planning.counting import counted
-from torchgpipe_balancing.planning.measure import Recorded, costs_of, seconds_of_copies
+from torchgpipe_balancing.planning.counting import count_bytes
+from torchgpipe_balancing.planning.measure import Recorded, make_costs, seconds_of_copies
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest, apply, prepare_model
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
-from torchgpipe_balancing.planning.subject import Subject, Way, apply, subject_of
 
-__all__ = ["OffloadPlan", "planned_offload"]
+__all__ = ["OffloadPlan", "plan_offload"]
 
 _SLOTS = (2, 3, 4)
 _MOST_PARTITIONS = 1024
@@ -87,7 +87,7 @@ class OffloadPlan:
         n = len(self.balance)
         places = [self.devices[j % len(self.devices)] for j in range(n)]
         recomputed = range(len(self.layers)) if self.recomputes else ()
-        way = Way(self.balance, places, self.chunks, "LayerMajor", recomputed)
+        way = Config(self.balance, places, self.chunks, "LayerMajor", recomputed)
         arguments = {**self._options, "offload": True, "slots": self.slots, **options}
         return apply(model, self.layers, way, self._sample, arguments)
 
@@ -106,7 +106,7 @@ class OffloadPlan:
         )
 
 
-def planned_offload(
+def plan_offload(
     model: nn.Module,
     sample: Any,
     target: Any,
@@ -123,9 +123,9 @@ def planned_offload(
         the quickest plan that fits, and the bytes of memory that the one with the least needs on a device
     """
     devices = [torch.device(device.name) for device in planned]
-    subject = subject_of(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
-    costs = _measured(subject, devices, sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))}))
-    del subject
+    tested = prepare_model(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
+    costs = _measured(tested, devices, sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))}))
+    del tested
     if bandwidth is None:
         _, per_byte = seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
         bandwidth = 1 / max(1e-15, per_byte)
@@ -214,19 +214,19 @@ class _Division:
         return state + max([cost.room for cost in costs], default=0.0) + 4 * max(kept, default=0.0)
 
 
-def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence[int]) -> Costs:
+def _measured(tested: ModelUnderTest, devices: Sequence[torch.device], sizes: Sequence[int]) -> Costs:
     """Measure each layer as a partition of a pipeline with weights in host memory, in micro-batches of these sizes."""
-    if any(tensor.is_meta for tensors in subject.owned() for tensor in tensors):
+    if any(tensor.is_meta for tensors in tested.owned() for tensor in tensors):
         raise ValueError("a plan with offload=True measures, so the model needs weights; load it on the CPU")
     # No partition has memory from another one: what it keeps again is its own, and so is its input.
-    counts = counted(subject, partial(subject.plain, sizes[0]))
+    counts = count_bytes(tested, partial(tested.plain, sizes[0]))
     held = [
         replace(layer, kept=layer.kept + layer.again, again=0.0, input=max(layer.input, before.crossing))
         for before, layer in zip([Layer(), *counts], counts)
     ]
     layers = range(len(held))
     places = [devices[j % len(devices)] for j in layers]
-    pipeline, step = subject.pipeline(Way([1] * len(held), places, _CHUNKS, "LayerMajor", layers))
+    pipeline, step = tested.pipeline(Config([1] * len(held), places, _CHUNKS, "LayerMajor", layers))
     samples = []
     for rows in sizes:
         recorded = Recorded()
@@ -239,4 +239,4 @@ def _measured(subject: Subject, devices: Sequence[torch.device], sizes: Sequence
                 for k, layer in enumerate(sized)
             ]
         )
-    return costs_of(subject, samples, sizes, [CellCosts()] * len(sizes))
+    return make_costs(tested, samples, sizes, [CellCosts()] * len(sizes))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
 from torchgpipe.schedule.simulation import changes
-from torchgpipe_balancing.planning.alternatives import Question
+from torchgpipe_balancing.planning.candidates import PlanInput
 from torchgpipe_balancing.planning.problem import Outcome
 
 __all__ = ["draw", "draw_costs"]
@@ -22,15 +22,15 @@ _WIDTH = 720
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
 
 
-def draw(question: Question, outcome: Outcome) -> str:
+def draw(given: PlanInput, outcome: Outcome) -> str:
     """Draw a planned step: for each device what it does, and below it the memory that it holds.
 
     Args:
-        question: what was planned for
-        outcome: what the alternative costs that is drawn
+        given: what was planned for
+        outcome: what the candidate costs that is drawn
     """
     simulation, rows = outcome.simulation, []
-    for k, device in enumerate(question.devices):
+    for k, device in enumerate(given.devices):
         boxes = [
             Box(start, start + simulation.cost(cell), str(cell.i), str(cell), COLOURS[cell.kind], INK[cell.kind])
             for cell, start in simulation.starts[k]
@@ -39,7 +39,7 @@ def draw(question: Question, outcome: Outcome) -> str:
     kinds = {action.kind for of_device in simulation.starts for action, _ in of_device}
     legend = {name: COLOURS[kind] for kind, name in _NAMES.items() if kind in kinds}
     legend |= {"activations": _HELD, "parameters, gradients, optimizer": _STATE}
-    if any(math.isfinite(device.memory) for device in question.devices):
+    if any(math.isfinite(device.memory) for device in given.devices):
         legend["limit"] = _LIMIT
     return draw_boxes(rows, simulation.seconds, _WIDTH, legend=legend, height=32)
 

@@ -19,26 +19,27 @@ from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe.schedule.programs import RESIDENT, verify_name
 from torchgpipe_balancing.measure import undisturbed
-from torchgpipe_balancing.planning.alternatives import (
-    Question,
-    Tried,
-    alternatives,
+from torchgpipe_balancing.planning.candidates import (
+    PlanInput,
+    candidates,
     default_chunks,
     most_partitions,
+    nearest,
     rows_of,
 )
-from torchgpipe_balancing.planning.check import Check, tried_out
+from torchgpipe_balancing.planning.check import Check, try_out
 from torchgpipe_balancing.planning.measure import measured
-from torchgpipe_balancing.planning.offload import OffloadPlan, planned_offload
+from torchgpipe_balancing.planning.model_under_test import prepare_model, release_memory
+from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
-from torchgpipe_balancing.planning.subject import released, subject_of
-from torchgpipe_balancing.planning.text import described
+from torchgpipe_balancing.planning.text import describe
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]
 
-_GIB = 2**30
+#: So many candidates are kept.
+_MOST = 10
 
 
 class DoesNotFit(ValueError):
@@ -85,9 +86,9 @@ def plan(
         loss = model.step(torch.randn(32, 64))
 
     A copy of the model is measured: every layer, in a pipeline over the devices, with micro-batches of up to three
-    sizes. Then all schedules and numbers of micro-batches are tried, each with a balance that is improved by moving
-    layers, and with layers recomputed where memory lacks. The plan is the alternative whose simulated step is the
-    shortest among those that fit; or, of several that are nearly as short, the one that is the quickest when they run.
+    sizes. For each schedule and number of micro-batches, the measured times are balanced within the memory, with layers
+    recomputed where memory lacks. The plan is the candidate whose simulated step is the shortest; or, of several that
+    are nearly as short, the one that is the quickest when they run.
     A model on the meta device is not run: its sizes follow from shapes, and the bytes of parameters stand for times.
 
     Args:
@@ -111,7 +112,7 @@ def plan(
         speeds: how fast each device is, relative to the others (default: all are equally fast)
         bandwidth: bytes a second between two devices (default: measured)
         seconds: how long to measure; some seventy steps run in any case
-        trials: how many of the best alternatives to run for a few steps, so that the quickest is chosen; 0 for none
+        trials: how many of the best candidates to run for a few steps, so that the quickest is chosen; 0 for none
         offload: whether weights live in host memory: the plan then decides on partitions, slots, micro-batches and
             recomputation under ``'LayerMajor'``, and ``bandwidth`` is that between host and device. Each layer has to
             fit by itself, in measuring, too
@@ -146,8 +147,8 @@ def plan(
     if offload:
         recompute = (True, False) if checkpoint else (False,)
         with undisturbed(places):
-            best, least = planned_offload(model, sample, target, batch, planned, counts, recompute, bandwidth, options)
-        released(places)
+            best, least = plan_offload(model, sample, target, batch, planned, counts, recompute, bandwidth, options)
+        release_memory(places)
         if best is None:
             more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
             raise DoesNotFit(f"nothing fits {batch} rows with weights in host memory; it would fit with {more}")
@@ -158,38 +159,26 @@ def plan(
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     slowness = [device.slowness for device in planned]
     with undisturbed(places) as outside:
-        subject = subject_of(model, sample, target, most, options)
-        outside.note([subject.plain(subject.rows)], subject.parameters())
-        if len(subject.layers) < len(places):
+        tested = prepare_model(model, sample, target, most, options)
+        outside.note([tested.plain(tested.rows)], tested.parameters())
+        if len(tested.layers) < len(places):
             raise ValueError(
-                f"the model has {len(subject.layers)} layers that can be kept apart, fewer than the {len(places)} "
+                f"the model has {len(tested.layers)} layers that can be kept apart, fewer than the {len(places)} "
                 "devices; give fewer devices"
             )
-        costs = measured(subject, places, batch, sizes, slowness, seconds=seconds)
+        costs = measured(tested, places, batch, sizes, slowness, seconds=seconds)
         if bandwidth is not None:
             costs = replace(costs, per_byte=1 / bandwidth)
-        question = Question(costs, planned, batch, states, schedules, counts, checkpoint)
-        tried = alternatives(question)
-        if not tried.fitting:
-            raise DoesNotFit(_misfit(question, tried, margin))
-        fitting = tried_out(subject, question, tried.fitting, trials if costs.has_times else 0)
+        given = PlanInput(costs, planned, batch, states, schedules, counts, checkpoint)
+        found = candidates(given)
+        if not found:
+            raise DoesNotFit(_misfit(given, margin))
+        fitting = try_out(tested, given, found[:_MOST], trials if costs.has_times else 0)
         if not fitting:
-            raise DoesNotFit("memory ran out for all alternatives that were predicted to fit; give a larger margin")
-    del subject
-    released(places)  # The memory of the copy that was measured is for the model now.
-    # What would be with other devices is asked of the schedules that are the best with these.
-    likely = replace(question, schedules=tuple(dict.fromkeys([near.schedule for near in tried.fitting[:3]])))
-    return Plan(
-        question,
-        tuple(fitting),
-        tuple(tried.misfits),
-        _best_seconds(likely.with_memory(math.inf), tried),
-        _best_seconds(likely.with_memory(_GIB), tried),
-        _best_seconds(likely.with_devices(len(places) + 1), tried),
-        sample,
-        target,
-        options,
-    )
+            raise DoesNotFit("memory ran out for all candidates that were predicted to fit; give a larger margin")
+    del tested
+    release_memory(places)  # The memory of the copy that was measured is for the model now.
+    return Plan(given, tuple(fitting), sample, target, options)
 
 
 def _planned_devices(
@@ -264,36 +253,14 @@ def _chunks(chunks: int | Collection[int] | None, batch: int, n: int, model: nn.
     return counts
 
 
-def _best_seconds(question: Question, tried: Tried) -> float:
-    """Return the seconds of the best alternative, which are at most those of the best that was tried."""
-    fitting = alternatives(question, keep=1).fitting
-    return min([alternative.seconds for alternative in [tried.fitting[0], *fitting]])
-
-
-def _misfit(question: Question, tried: Tried, margin: float) -> str:
-    """Say by how much nothing fits, and what would."""
-    if not tried.misfits:
-        return f"no schedule of {list(question.schedules)} fits {len(question.devices)} devices and these layers"
-    nearest, excess = tried.misfits[0]
-    lacking = [f"{shown_size(size)} on {device.name}" for size, device in zip(excess, question.devices) if size > 0]
-    lines = [
-        f"nothing fits {question.batch} rows; the nearest is {described(question, nearest)}, which lacks "
-        f"{', '.join(lacking)}",
-        f"it would fit with {shown_size(max(excess) / (1 - margin))} more memory on each device",
-    ]
-    n = len(question.devices)
-    if "1F1B" in question.schedules:  # It holds least, or nearly so.
-        question = replace(question, schedules=("1F1B",))
-    halves = [question.batch >> k for k in range(1, question.batch.bit_length())]
-    more = [question.with_devices(count) for count in range(n + 1, min(4 * n, len(question.costs.layers)) + 1)]
-    fewer = [replace(question, batch=rows, chunks=()) for rows in halves]
-    for easier in (more, fewer):
-        for question in easier:
-            fitting = alternatives(question, keep=1).fitting
-            if fitting:
-                count, rows = len(question.devices), question.batch
-                smaller = f"with mini-batches of {rows} row{'s' * (rows > 1)}"
-                on = f"on {count} devices like the last" if easier is more else smaller
-                lines.append(f"{on}: {described(question, fitting[0])}")
-                break
-    return "\n".join(lines)
+def _misfit(given: PlanInput, margin: float) -> str:
+    """Say by how much nothing fits."""
+    near = nearest(given)
+    if near is None:
+        return f"no schedule of {list(given.schedules)} fits {len(given.devices)} devices and these layers"
+    excess = [need - device.memory for need, device in zip(near.memory, given.devices)]
+    lacking = [f"{shown_size(size)} on {device.name}" for size, device in zip(excess, given.devices) if size > 0]
+    return (
+        f"nothing fits {given.batch} rows; the nearest is {describe(given, near)}, which lacks {', '.join(lacking)}\n"
+        f"it would fit with {shown_size(max(excess) / (1 - margin))} more memory on each device"
+    )

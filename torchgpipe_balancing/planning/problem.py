@@ -141,12 +141,14 @@ class Outcome(NamedTuple):
     """What a choice costs.
 
     Attributes:
+        choice: the choice
         simulation: the simulated step; its peaks are bytes of activations, without the room for recomputed layers
         partitions: what each partition takes
         state: for each device, the bytes that are there all the time
         memory: for each device, the most bytes that it needs, all in all
     """
 
+    choice: Choice
     simulation: Simulation
     partitions: list[PartitionCost]
     state: list[float]
@@ -170,7 +172,7 @@ class Problem:
         cell: what cells and a step take besides
         latency: seconds that any transfer between devices takes
         per_byte: seconds that a transfer takes for each byte besides
-        recomputes: whether layers may be recomputed; not in a program that splits backward
+        recomputes: whether layers may be recomputed, if the program allows it
         schedule: the name of the schedule that the program is of
         chunks: the number of micro-batches that were asked for; there may be fewer
     """
@@ -191,9 +193,9 @@ class Problem:
         return simulated * self.cell.factor + self.cell.step
 
     @property
-    def splits_backward(self) -> bool:
-        """Whether the program has I and W in place of B."""
-        return any(action.kind == "I" for actions in self.program for action in actions)
+    def may_recompute(self) -> bool:
+        """Whether layers may be recomputed: not in a program that has I and W in place of B."""
+        return self.recomputes and not any(action.kind == "I" for actions in self.program for action in actions)
 
     def partition_cost(self, j: int, start: int, end: int, recomputed: Collection[int] = ()) -> PartitionCost:
         """Return what partition ``j`` takes if it has the layers from ``start`` to ``end``."""
@@ -235,12 +237,12 @@ class Problem:
             placed = [partition for partition, place in zip(partitions, self.places) if place == device]
             state.append(sum([partition.state for partition in placed]))
             memory.append(peak + state[-1] + max([partition.room for partition in placed], default=0.0))
-        return Outcome(simulation, partitions, state, memory)
+        return Outcome(choice, simulation, partitions, state, memory)
 
     def transfer(self, partition: PartitionCost) -> float:
         """Return the seconds of a transfer to a partition from another device."""
         return self.latency + self.per_byte * partition.arriving
 
-    def fits(self, outcome: Outcome) -> bool:
-        """Return whether every device has the memory that it needs."""
-        return all(need <= device.memory for need, device in zip(outcome.memory, self.devices))
+    def excess(self, outcome: Outcome) -> float:
+        """Return the most bytes by which a device needs more memory than it has; 0 or less if all fits."""
+        return max([need - device.memory for need, device in zip(outcome.memory, self.devices)])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -16,14 +15,14 @@ from torch import nn
 
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, most_partitions, problem_of
-from torchgpipe_balancing.planning.check import Check, checked, way_of
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, most_partitions, problem_of
+from torchgpipe_balancing.planning.check import Check, config_of, run_check
+from torchgpipe_balancing.planning.model_under_test import apply, prepare_model, release_memory
 from torchgpipe_balancing.planning.problem import Outcome
-from torchgpipe_balancing.planning.subject import apply, released, subject_of
 
 __all__ = ["Plan"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,31 +30,23 @@ class Plan:
     """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
 
     Attributes:
-        question: what was planned for: the costs, the devices, the mini-batch
-        fitting: the ten best alternatives that fit, the chosen one first; those that were run come before others
-        misfits: the alternatives that are nearest to fitting, three at most, each with the bytes that devices lack
-        without_limits: the seconds of the best step if memory had no limits
-        with_more_memory: the seconds of the best step with one GiB more on each device
-        with_one_more_device: the seconds of the best step with one more device like the last
+        input: what was planned for: the costs, the devices, the mini-batch
+        fitting: the ten best candidates that fit, the chosen one first; those that were run come before others
         sample: the sample; None in a plan that was loaded
         target: the target for the sample, if there was one
         options: further arguments of the pipeline
     """
 
-    question: Question
-    fitting: tuple[Alternative, ...]
-    misfits: tuple[tuple[Alternative, tuple[float, ...]], ...]
-    without_limits: float
-    with_more_memory: float
-    with_one_more_device: float
+    input: PlanInput
+    fitting: tuple[Candidate, ...]
     # What is not compared is not saved, and given again.
     sample: Any = field(default=None, repr=False, compare=False)
     target: Any = field(default=None, repr=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def best(self) -> Alternative:
-        """The alternative that was chosen."""
+    def best(self) -> Candidate:
+        """The candidate that was chosen."""
         return self.fitting[0]
 
     @property
@@ -66,7 +57,7 @@ class Plan:
     @property
     def devices(self) -> list[torch.device]:
         """The device of each partition."""
-        return [torch.device(self.question.devices[place].name) for place in self.best.places]
+        return [torch.device(self.input.devices[place].name) for place in self.best.places]
 
     @property
     def chunks(self) -> int:
@@ -81,21 +72,16 @@ class Plan:
     @property
     def recomputed(self) -> list[str]:
         """The names of the layers that are recomputed."""
-        return [self.question.costs.layers[k].name for k in sorted(self.best.choice.recomputed)]
+        return [self.input.costs.layers[k].name for k in sorted(self.best.choice.recomputed)]
 
     @property
     def seconds(self) -> float:
         """The predicted time of a step."""
         return self.best.seconds
 
-    def outcome(self, alternative: Alternative | None = None) -> Outcome:
-        """Return what an alternative costs, partition by partition, with its simulated step.
-
-        Args:
-            alternative: one of ``fitting`` or ``misfits`` (default: the best)
-        """
-        alternative = alternative or self.best
-        return problem_of(self.question, alternative.schedule, alternative.chunks).outcome(alternative.choice)
+    def outcome(self) -> Outcome:
+        """Return what the plan costs, partition by partition, with its simulated step."""
+        return problem_of(self.input, self.best.schedule, self.best.chunks).outcome(self.best.choice)
 
     def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
         """Pipeline the model as planned. ::
@@ -117,7 +103,7 @@ class Plan:
         Raises:
             ValueError: the model has other layers than those that were planned for.
         """
-        layers = [layer.modules for layer in self.question.costs.layers]
+        layers = [layer.modules for layer in self.input.costs.layers]
         names = {name for name, _ in model.named_modules()}
         missing = [name for modules in layers for name in modules if name not in names]
         count = len(model) if isinstance(model, nn.Sequential) else len(layers)
@@ -130,7 +116,7 @@ class Plan:
             sample = self.sample
         if sample is None and not isinstance(model, nn.Sequential):
             raise ValueError("a loaded plan has no sample; give it again: plan.apply(model, sample)")
-        return apply(model, layers, way_of(self.question, self.best), sample, {**self.options, **options})
+        return apply(model, layers, config_of(self.input, self.best), sample, {**self.options, **options})
 
     def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
         """Run a copy of the model as planned, and compare measured with predicted. ::
@@ -153,14 +139,14 @@ class Plan:
         sample = self.sample if sample is None else sample
         if sample is None:
             raise ValueError("a loaded plan has no sample; give it again: plan.check(model, sample)")
-        most = most_partitions(self.question.schedules, len(self.question.devices))
+        most = most_partitions(self.input.schedules, len(self.input.devices))
         with undisturbed(self.devices):
-            subject = subject_of(model, sample, self.target, most, self.options)
-            if subject.layers != [list(layer.modules) for layer in self.question.costs.layers]:
+            tested = prepare_model(model, sample, self.target, most, self.options)
+            if tested.layers != [list(layer.modules) for layer in self.input.costs.layers]:
                 raise ValueError("the model has other layers than those that were planned for; plan again for it")
-            made = checked(subject, self.question, self.best, steps)
-        del subject
-        released(self.devices)
+            made = run_check(tested, self.input, self.best, steps)
+        del tested
+        release_memory(self.devices)
         return made
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -169,9 +155,9 @@ class Plan:
         Args:
             path: the file to write, such as ``'plan.json'``
         """
-        saved = {field.name: _plain(getattr(self, field.name)) for field in fields(self) if field.compare}
-        content = {"version": _VERSION, **saved}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        fitting = [asdict(candidate) for candidate in self.fitting]
+        content = {"version": _VERSION, "input": asdict(self.input), "fitting": fitting}
+        Path(path).write_text(json.dumps(content, indent=1, default=sorted) + "\n")  # Layers are in a set.
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -189,7 +175,7 @@ class Plan:
             content = None
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
-        plan: Plan = _made(cls, content)
+        plan: Plan = _restore(cls, content)
         return plan
 
     def plot(self, path: str | PathLike[str] | None = None) -> str:
@@ -201,7 +187,7 @@ class Plan:
         Returns:
             the picture, as SVG
         """
-        drawn = picture.draw(self.question, self.outcome())
+        drawn = picture.draw(self.input, self.outcome())
         if path is not None:
             Path(path).write_text(drawn)
         return drawn
@@ -210,30 +196,20 @@ class Plan:
         return f"<pre>{escape(str(self))}</pre>{self.plot()}"
 
     def __repr__(self) -> str:
-        return f"<Plan for {text.headline(self)}>"
+        return f"<Plan for {text.describe_plan(self.input, self.best)}>"
 
     def __str__(self) -> str:
-        return text.written(self)
+        return text.write_plan(self.input, self.fitting, self.outcome())
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: with None in place of infinities, and lists in place of sets and tuples."""
-    if is_dataclass(value):
-        return {name: _plain(attribute) for name, attribute in vars(value).items()}
-    if isinstance(value, (tuple, frozenset)):
-        return [*map(_plain, sorted(value) if isinstance(value, frozenset) else value)]
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
-def _made(kind: Any, content: Any) -> Any:
-    """Return a value of a type from what `_plain` has made of it. A file may lack, or have more than, it needs."""
+def _restore(kind: Any, content: Any) -> Any:
+    """Return a value of a type from its JSON. A file may lack, or have more than, it needs."""
     if get_origin(kind) is frozenset:
         return frozenset(content)
     if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return tuple(_made(kinds[0 if kinds[-1] is Ellipsis else k], item) for k, item in enumerate(content))
+        return tuple(_restore(get_args(kind)[0], item) for item in content)  # Items are of one type.
     if is_dataclass(kind):
         types = get_type_hints(kind)
-        attributes = {name: _made(types[name], item) for name, item in content.items() if name in types}
+        attributes = {name: _restore(types[name], item) for name, item in content.items() if name in types}
         return cast(Any, kind)(**attributes)
-    return math.inf if kind is float and content is None else content
+    return content

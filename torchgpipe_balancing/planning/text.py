@@ -1,71 +1,67 @@
-"""A plan in words: what was chosen, what it takes, what binds it, and why the others lost."""
+"""A plan in words: what was chosen, what each device needs, and the other candidates."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from torchgpipe.devices.memory import shown_size
-from torchgpipe.schedule.programs import SPLITTING
-from torchgpipe_balancing.planning.alternatives import Alternative, Question, rows_of
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, rows_of
 from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.table import WIDTH, table
 
-if TYPE_CHECKING:
-    from torchgpipe_balancing.planning.result import Plan
-
-__all__ = ["described", "headline", "written"]
-
-#: Differences below this share of a step are not worth a word.
-_SAME = 0.001
+__all__ = ["describe", "describe_plan", "write_plan"]
 
 
-def written(plan: Plan) -> str:
-    """Return a plan in words."""
-    outcome = plan.outcome()
-    parts = [_decision(plan), _devices(plan, outcome), _alternatives(plan), _binding(plan, outcome)]
+def write_plan(given: PlanInput, fitting: Sequence[Candidate], outcome: Outcome) -> str:
+    """Return a plan in words.
+
+    Args:
+        given: what was planned for
+        fitting: the candidates that fit, the chosen one first
+        outcome: what the chosen one costs
+    """
+    best = fitting[0]
+    parts = [_decision(given, best), _devices(given, best, outcome), _candidates(given, fitting)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def headline(plan: Plan) -> str:
+def describe_plan(given: PlanInput, chosen: Candidate) -> str:
     """Return what was chosen, in a line."""
-    question = plan.question
-    return f"{question.batch} rows on {_count(len(question.devices), 'device')}: {described(question, plan.best)}"
+    return f"{given.batch} rows on {_count(len(given.devices), 'device')}: {describe(given, chosen)}"
 
 
-def described(question: Question, alternative: Alternative) -> str:
-    """Return an alternative in a line."""
-    chunks, choice = alternative.chunks, alternative.choice
-    recomputed = f"{len(choice.recomputed)} of {len(question.costs.layers)} layers" if choice.recomputed else "nothing"
+def describe(given: PlanInput, candidate: Candidate) -> str:
+    """Return a candidate in a line."""
+    chunks, choice = candidate.chunks, candidate.choice
+    recomputed = f"{len(choice.recomputed)} of {len(given.costs.layers)} layers" if choice.recomputed else "nothing"
     return (
-        f"schedule={alternative.schedule!r}, chunks={chunks} ({_count(rows_of(question.batch, chunks), 'row')}), "
+        f"schedule={candidate.schedule!r}, chunks={chunks} ({_count(rows_of(given.batch, chunks), 'row')}), "
         f"balance={list(choice.balance)}, {recomputed} recomputed"
     )
 
 
-def _decision(plan: Plan) -> Iterator[str]:
-    question, best, costs = plan.question, plan.best, plan.question.costs
-    yield from _wrapped(headline(plan))
+def _decision(given: PlanInput, best: Candidate) -> Iterator[str]:
+    costs = given.costs
+    yield from _wrapped(describe_plan(given, best))
     if costs.has_times:
         ran = f", and took {_milliseconds(best.measured)}" if best.measured else ""
         yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle{ran}"
     else:
         yield "measured on the meta device, without times: the bytes of parameters stand for them"
-    states = f"gradients and the optimizer keep {question.states:g} bytes for each byte of a parameter that is trained"
-    yield from _wrapped(states + ("; optimizer= tells of its states" if question.states == 1 else ""))
+    states = f"gradients and the optimizer keep {given.states:g} bytes for each byte of a parameter that is trained"
+    yield from _wrapped(states + ("; optimizer= tells of its states" if given.states == 1 else ""))
     rows = " and ".join(", ".join(map(str, costs.rows)).rsplit(", ", 1))
     yield from _wrapped(f"measured on {costs.where}, with micro-batches of {rows} rows; loss: {costs.loss}")
 
 
-def _devices(plan: Plan, outcome: Outcome) -> list[str]:
-    question, best = plan.question, plan.best
-    names = [layer.name for layer in question.costs.layers]
+def _devices(given: PlanInput, best: Candidate, outcome: Outcome) -> list[str]:
+    names = [layer.name for layer in given.costs.layers]
     spans = list(pairwise(accumulate(best.choice.balance, initial=0)))
     rows = [["device", "recomputed", "busy", "state", "activations", "needs", "may use", "layers"]]
-    for k, device in enumerate(question.devices):
+    for k, device in enumerate(given.devices):
         placed = [span for span, place in zip(spans, best.places) if place == k]
         state = outcome.state[k]
         rows.append(
@@ -81,79 +77,22 @@ def _devices(plan: Plan, outcome: Outcome) -> list[str]:
     return table(rows, words=(0, 7), indent=2)
 
 
-def _alternatives(plan: Plan) -> Iterator[str]:
-    count = sum(alternative.tried for alternative in plan.fitting)
-    ran = sum(bool(alternative.measured) for alternative in plan.fitting)
-    yield from _wrapped(
-        f"simulated: {_count(count, 'balance')}, for the schedules and numbers of micro-batches below; "
-        f"{ran or 'none'} of them ran"
-    )
-    rows = [["", "step", *["ran"] * bool(ran), "schedule", "chunks", "memory", ""]]
-    for number, loser in enumerate(plan.fitting, 1):
-        step = _milliseconds(loser.seconds) if plan.question.costs.has_times else "-"
-        measured = [_milliseconds(loser.measured) if loser.measured else "-"] * bool(ran)
-        why = "chosen" if number == 1 else _why(plan.question, plan.best, loser)
-        memory = shown_size(max(loser.memory))
-        rows.append([str(number), step, *measured, loser.schedule, str(loser.chunks), memory, why])
-    yield from table(rows, words=(2 + bool(ran), 5 + bool(ran)))
-    for misfit, excess in plan.misfits:
-        lacking, device = max(zip(excess, plan.question.devices), key=lambda pair: pair[0])
-        way = f"{misfit.schedule} with {misfit.chunks} chunks"
-        yield f"does not fit: {way} lacks {shown_size(lacking)} on {device.name}"
-
-
-def _why(question: Question, best: Alternative, loser: Alternative) -> str:
-    """Say what makes the largest difference, as measured or else as predicted."""
-    ran = bool(best.measured and loser.measured)
-    quickest, seconds = (best.measured, loser.measured) if ran else (best.seconds, loser.seconds)
-    slower = seconds / quickest - 1 if quickest else 0.0
-    if slower < _SAME:
-        return "as fast" if ran else "not slower by prediction, not run"
-    told = f"{slower:.1%} slower" if slower < 0.0995 else f"{slower:.0%} slower"
-    if loser.seconds <= best.seconds:
-        return f"{told} when it ran"
-    # Together the differences are the seconds that all devices take longer, so the largest is one that takes longer.
-    reasons = [f"{loser.bubble:.0%} idle", f"{len(loser.choice.recomputed)} recomputed", _work(best, loser), "overhead"]
-    differences = [after - before for before, after in zip(_spent(question, best), _spent(question, loser))]
-    return f"{told}: {reasons[differences.index(max(differences))]}"
-
-
-def _spent(question: Question, alternative: Alternative) -> list[float]:
-    """Return the seconds of all devices together: idle, recomputing, working, and beside cells."""
-    cells = question.costs.cells_at(rows_of(question.batch, alternative.chunks))
-    bubble, working, recomputing = alternative.bubble, alternative.working, alternative.recomputing
-    idle = bubble * (working + recomputing) / (1 - bubble) if bubble < 1 else math.inf
-    simulated = [idle, recomputing, working]
-    return [*(seconds * cells.factor for seconds in simulated), cells.step * len(question.devices)]
-
-
-def _work(best: Alternative, loser: Alternative) -> str:
-    """Say why devices compute longer for the same rows."""
-    if loser.chunks != best.chunks:
-        return f"{'smaller' if loser.chunks > best.chunks else 'larger'} micro-batches"
-    if len(loser.places) > len(best.places):
-        return "smaller cells"
-    return "backward in halves" if loser.schedule in SPLITTING else "cells take longer"
-
-
-def _binding(plan: Plan, outcome: Outcome) -> Iterator[str]:
-    devices, shortest = plan.question.devices, min(alternative.seconds for alternative in plan.fitting)
-
-    def saved(seconds: float) -> str:
-        return f"{max(0.0, 1 - seconds / shortest):.1%}"
-
-    if plan.without_limits < shortest * (1 - _SAME):
-        tight = min(range(len(devices)), key=lambda k: (devices[k].memory - plan.best.memory[k], k))
-        yield from _wrapped(
-            f"what binds: the memory, most of all of {devices[tight].name}; without limits a step would take "
-            f"{saved(plan.without_limits)} less"
+def _candidates(given: PlanInput, fitting: Sequence[Candidate]) -> list[str]:
+    rows = [["", "step", "ran", "schedule", "chunks", "idle", "recomputed", "memory"]]
+    for number, candidate in enumerate(fitting, 1):
+        rows.append(
+            [
+                str(number),
+                _milliseconds(candidate.seconds) if given.costs.has_times else "-",
+                _milliseconds(candidate.measured) if candidate.measured else "-",
+                candidate.schedule,
+                str(candidate.chunks),
+                f"{candidate.bubble:.0%}",
+                str(len(candidate.choice.recomputed)),
+                shown_size(max(candidate.memory)),
+            ]
         )
-        yield f"one GiB more on each device would save {saved(plan.with_more_memory)} of a step"
-    else:
-        name = devices[outcome.simulation.busy.index(max(outcome.simulation.busy))].name
-        yield f"what binds: the time of {name}, which works longest; more memory would save nothing"
-    if plan.question.costs.has_times:
-        yield f"one more device like {devices[-1].name} would save {saved(plan.with_one_more_device)} of a step"
+    return table(rows, words=(3,))
 
 
 def _wrapped(line: str) -> list[str]:

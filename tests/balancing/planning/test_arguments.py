@@ -12,7 +12,7 @@ from torch import nn
 from tests.balancing.planning.models import WIDTH, Residual, mlp, quick, wide
 from torchgpipe import GPipe
 from torchgpipe_balancing import DoesNotFit
-from torchgpipe_balancing.planning.alternatives import default_chunks
+from torchgpipe_balancing.planning.candidates import default_chunks
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_nothing_is_recomputed_without_checkpoints() -> None:
 )
 def test_memory_may_be_told_in_words_and_a_margin_stays_free(memory: Any, margin: float, usable: list[float]) -> None:
     plan = quick(mlp().to("meta"), memory=memory, margin=margin)
-    assert [device.memory for device in plan.question.devices] == usable
+    assert [device.memory for device in plan.input.devices] == usable
 
 
 def test_a_slow_device_gets_less() -> None:
@@ -105,13 +105,13 @@ def test_a_slow_device_gets_less() -> None:
 
 
 def test_a_transfer_takes_what_the_bandwidth_says() -> None:
-    quickly, slowly = (quick(mlp(), bandwidth=number).question.costs for number in (1e12, 10.0))
+    quickly, slowly = (quick(mlp(), bandwidth=number).input.costs for number in (1e12, 10.0))
     assert (quickly.per_byte, slowly.per_byte) == (1e-12, 0.1)
 
 
 def test_memory_alone_says_how_many_devices() -> None:
     plan = quick(mlp().to("meta"), devices=None, memory=[1e6] * 3)
-    assert [device.name for device in plan.question.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert [device.name for device in plan.input.devices] == ["cpu:0", "cpu:1", "cpu:2"]
 
 
 def test_batch_norms_get_two_rows_or_more() -> None:

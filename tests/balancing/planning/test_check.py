@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.balancing.planning.models import Residual, mlp, quick
-from torchgpipe_balancing.planning import check, measure, subject
-from torchgpipe_balancing.planning.alternatives import Question, alternatives
-from torchgpipe_balancing.planning.check import checked
+from torchgpipe_balancing.planning import check, measure, model_under_test
+from torchgpipe_balancing.planning.candidates import PlanInput, candidates
+from torchgpipe_balancing.planning.check import run_check
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
+from torchgpipe_balancing.planning.model_under_test import Config
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
-from torchgpipe_balancing.planning.subject import Way
 
 
 class Block(nn.Module):
@@ -61,14 +61,14 @@ def test_a_check_keeps_the_random_numbers_of_the_caller() -> None:
 @pytest.mark.parametrize("make", [mlp, Residual])
 def test_copies_are_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[Any]] = []
-    copied = subject._copied
+    copied = model_under_test._copied
 
     def watched(model: nn.Module) -> Any:
         made = copied(model)
         copies.extend(map(weakref.ref, made.parameters()))
         return made
 
-    monkeypatch.setattr(subject, "_copied", watched)
+    monkeypatch.setattr(model_under_test, "_copied", watched)
     gc.disable()
     try:
         model = make()
@@ -83,9 +83,9 @@ def test_copies_are_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
-        """Stands for a subject, and for the statistics of accelerators, which hold as many bytes as their index."""
+        """Stands for a model under test, and for accelerators that hold as many bytes as their index."""
 
-        def pipeline(self, way: Way) -> Any:
+        def pipeline(self, way: Config) -> Any:
             return nn.Identity(), lambda rows: None
 
         def max_memory_allocated(self, device: torch.device) -> int:
@@ -98,10 +98,10 @@ def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.Monke
     took = Layer(1.0, 2.0, 1.0, 1.0)
     layers = tuple(LayerCosts((name,), 0, 0, 0, (took,)) for name in "ab")
     costs = Costs(layers, (1,), (CellCosts(),), 0.0, 0.0, "", "")
-    question = Question(costs, tuple(map(Device, names)), batch=4, states=1.0, schedules=("1F1B",), chunks=(2,))
-    one = replace(alternatives(question).fitting[0], memory=(10.0, 2.0))
+    question = PlanInput(costs, tuple(map(Device, names)), batch=4, states=1.0, schedules=("1F1B",), chunks=(2,))
+    one = replace(candidates(question)[0], memory=(10.0, 2.0))
 
-    found = checked(Stub(), question, one, 1)  # type: ignore[arg-type]
+    found = run_check(Stub(), question, one, 1)  # type: ignore[arg-type]
 
     assert found.devices == ("cuda:10", "cuda:2")
     assert found.measured_bytes == found.predicted_bytes
@@ -113,16 +113,16 @@ def test_the_quickest_that_ran_comes_first_and_what_ran_out_of_memory_is_left_ou
     seconds = {"1F1B": 3.0, "V-Half": 2.0}
 
     class Stub:
-        def pipeline(self, way: Way) -> Any:
+        def pipeline(self, way: Config) -> Any:
             if way.schedule == "GPipe":
                 raise torch.OutOfMemoryError
             return way.schedule, lambda rows: None
 
-    monkeypatch.setattr(check, "timed", lambda run, devices, steps, model: [9.0, *[seconds[model]] * (steps - 1)])
+    monkeypatch.setattr(check, "time_steps", lambda run, devices, steps, model: [9.0, *[seconds[model]] * (steps - 1)])
     made = quick(mlp().to("meta"))
     near: list[Any] = [replace(made.best, schedule=name, seconds=1.0) for name in ("GPipe", "1F1B", "V-Half")]
     far = replace(made.best, seconds=1.2)
-    ran = check.tried_out(Stub(), made.question, [*near, far], 4)  # type: ignore[arg-type]
+    ran = check.try_out(Stub(), made.input, [*near, far], 4)  # type: ignore[arg-type]
     assert [(candidate.schedule, candidate.measured) for candidate in ran] == [
         ("V-Half", 2.0),
         ("1F1B", 3.0),
@@ -134,5 +134,5 @@ def test_the_quickest_that_ran_comes_first_and_what_ran_out_of_memory_is_left_ou
 def test_a_timed_step_begins_when_devices_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(measure, "synchronize", lambda devices: order.append("synchronize"))
-    measure.timed(lambda: order.append("step"), [], 1)
+    measure.time_steps(lambda: order.append("step"), [], 1)
     assert order == ["synchronize", "step", "synchronize"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.balancing.planning.models import WIDTH, mlp
-from torchgpipe_balancing.planning.counting import counted
+from torchgpipe_balancing.planning.counting import count_bytes
+from torchgpipe_balancing.planning.model_under_test import Config, prepare_model
 from torchgpipe_balancing.planning.problem import Layer
-from torchgpipe_balancing.planning.subject import Way, subject_of
 
 ROWS = 3
 #: Bytes of a micro-batch between two layers.
@@ -20,10 +20,10 @@ X = ROWS * WIDTH * 4
 
 def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Layer]:
     """Return what is counted in a pipeline with a partition a layer, as plans count it; on meta, without one."""
-    subject = subject_of(model, sample, None, 2, options)
-    n = len(subject.layers)
-    _, step = subject.pipeline(Way([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1))
-    return counted(subject, partial(step, rows))
+    tested = prepare_model(model, sample, None, 2, options)
+    n = len(tested.layers)
+    _, step = tested.pipeline(Config([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1))
+    return count_bytes(tested, partial(step, rows))
 
 
 def test_a_linear_layer_and_a_relu() -> None:

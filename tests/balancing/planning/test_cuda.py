@@ -57,8 +57,8 @@ def test_a_plan_for_a_gpu(make: Any, devices: list[str]) -> None:
 
 def test_a_transfer_takes_time() -> None:
     plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=BATCH, devices=[GPU, "cpu"], **OPTIONS)
-    assert plan.question.costs.latency > 0
-    assert plan.question.devices[0].memory > 2**28
+    assert plan.input.costs.latency > 0
+    assert plan.input.devices[0].memory > 2**28
 
 
 def test_memory_runs_out_while_a_model_is_measured() -> None:

@@ -1,4 +1,4 @@
-"""Where nothing fits, the error says by how much, where, and what would; and what it says would fit, fits."""
+"""Where nothing fits, the error says by how much and where; and with so much more memory, it fits."""
 
 from __future__ import annotations
 
@@ -44,28 +44,10 @@ def test_so_much_more_memory_fits(memory: list[float]) -> None:
     assert "nothing fits 16 rows; the nearest is schedule='1F1B', chunks=4 (4 rows), balance=" in text
     more = size(found(r"it would fit with ([\d.]+ \w+) more memory on each device", text))
     assert plan([one + more for one in memory]).balance
-    assert message([one + more - 200 for one in memory])  # And less does not.
+    assert message([one + 0.98 * more for one in memory])  # And less does not.
 
 
 def test_the_device_that_lacks_memory_is_named() -> None:
     text = message([1e6, 1000.0])
     lacks = found(r"which lacks (.*)", text)
     assert re.fullmatch(r"[\d.]+ KiB on cpu:1", lacks)
-
-
-def test_so_many_devices_fit() -> None:
-    text = message([10_000.0] * 2)
-    count = int(found(r"on (\d) devices like the last: schedule=", text))
-    made = plan([10_000.0] * count)
-    assert f"on {count} devices like the last: schedule='1F1B', chunks=4 (4 rows), balance={made.balance}" in text
-    for fewer in range(2, count):
-        message([10_000.0] * fewer)
-
-
-@pytest.mark.parametrize("chunks", [4, (2, 4)])
-def test_so_few_rows_fit(chunks: Any) -> None:
-    text = message([17_000.0] * 2, batch=512, chunks=chunks)
-    rows = int(found(r"with mini-batches of (\d+) rows: schedule='1F1B'", text))
-    assert 1 < rows < 512
-    assert plan([17_000.0] * 2, batch=rows, chunks=None)
-    message([17_000.0] * 2, batch=2 * rows, chunks=None)

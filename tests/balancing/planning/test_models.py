@@ -67,7 +67,7 @@ def test_a_module_with_a_mask_tied_embeddings_and_its_own_loss(rows: int) -> Non
     model = Attention()
     plain = copy.deepcopy(model).double()
     plan = quick(model, arguments(rows), no_chunk=("mask",))
-    assert plan.question.costs.loss == "the model's own"
+    assert plan.input.costs.loss == "the model's own"
     model.double()
     pipeline = plan.apply(model)
     assert model.layout.tied == [("embed.weight", "head.weight")]
@@ -81,7 +81,7 @@ def test_a_module_with_a_mask_tied_embeddings_and_its_own_loss(rows: int) -> Non
 
 
 def test_a_tied_parameter_counts_in_both_layers_and_in_no_other() -> None:
-    layers = quick(Attention(), arguments(4), no_chunk=("mask",)).question.costs.layers
+    layers = quick(Attention(), arguments(4), no_chunk=("mask",)).input.costs.layers
     weight = 11 * WIDTH * 4
     assert [layer.parameters for layer in layers] == [weight, *[layers[1].parameters] * 3, weight]
 
@@ -91,8 +91,8 @@ def test_a_model_on_the_meta_device_is_planned_as_on_the_cpu(model: nn.Module) -
     """Its target may be elsewhere."""
     options = {"target": torch.randn(4, 1), "loss_fn": mean}
     meta, real = (
-        quick(copy.deepcopy(model).to("meta"), **options).question.costs,
-        quick(model, **options).question.costs,
+        quick(copy.deepcopy(model).to("meta"), **options).input.costs,
+        quick(model, **options).input.costs,
     )
     assert (meta.has_times, real.has_times) == (False, True)
     times = dict.fromkeys(("forward", "backward", "inputs", "weights", "first"), 0.0)
@@ -105,7 +105,7 @@ def test_parameters_that_are_not_trained_have_no_gradients_or_states() -> None:
     model = mlp()
     model[0].requires_grad_(False)
     plan = quick(model, optimizer=torch.optim.AdamW)
-    first, second, *_ = plan.question.costs.layers_at(4, 1, plan.question.states)
+    first, second, *_ = plan.input.costs.layers_at(4, 1, plan.input.states)
     assert (first.state, second.state) == (288, 4 * 288)
 
 

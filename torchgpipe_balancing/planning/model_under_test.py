@@ -29,10 +29,10 @@ from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe_balancing.walk import copied, layers_of
 
-__all__ = ["AnyModule", "Layers", "Subject", "Way", "apply", "released", "subject_of"]
+__all__ = ["AnyModule", "Config", "Layers", "ModelUnderTest", "apply", "prepare_model", "release_memory"]
 
 
-class Way(NamedTuple):
+class Config(NamedTuple):
     """How to pipeline a model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Way(NamedTuple):
     recomputed: Collection[int] = ()
 
 
-class Subject:
+class ModelUnderTest:
     """A copy of the model to plan for.
 
     Attributes:
@@ -104,9 +104,9 @@ class Subject:
         loss_fn = self._options.get("loss_fn")
         return own_loss(output) if loss_fn is None else loss_fn(output, self._beside(self._targets(rows)))
 
-    def pipeline(self, way: Way) -> tuple[nn.Module, Callable[[int], Any]]:
+    def pipeline(self, config: Config) -> tuple[nn.Module, Callable[[int], Any]]:
         """Pipeline the copy; return the pipeline, and what runs a step on so many rows."""
-        model = self._pipelined(way)
+        model = self._pipelined(config)
 
         def step(rows: int) -> Any:
             args, kwargs = self._arguments(rows)
@@ -114,7 +114,7 @@ class Subject:
 
         return model, step
 
-    def _pipelined(self, way: Way) -> Any:
+    def _pipelined(self, config: Config) -> Any:
         raise NotImplementedError
 
     def _targets(self, rows: int) -> Any:
@@ -126,7 +126,9 @@ class Subject:
         return mapped(value, lambda tensor: tensor.to(device))
 
 
-def subject_of(model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> Subject:
+def prepare_model(
+    model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]
+) -> ModelUnderTest:
     """Return a copy of a model, with a sample, for a plan.
 
     Args:
@@ -151,37 +153,37 @@ def subject_of(model: nn.Module, sample: Any, target: Any, partitions: int, opti
 def apply(
     model: nn.Module,
     layers: Sequence[Sequence[str]],
-    way: Way,
+    config: Config,
     sample: Any,
     options: Mapping[str, Any],
     studied: Study | None = None,
 ) -> Any:
-    """Pipeline a model in this way.
+    """Pipeline a model.
 
     Args:
         model: the model
         layers: for each layer, the names of its modules
-        way: how to pipeline it
+        config: how to pipeline it
         sample: the sample of a model that is no Sequential
         options: further arguments of GPipe or `pipelined`
         studied: what the sample has shown of a model that is no Sequential (default: it runs)
     """
-    recomputed = [name for k in sorted(way.recomputed) for name in layers[k]]
-    more = dict(chunks=way.chunks, devices=way.devices, schedule=way.schedule, **options)
+    recomputed = [name for k in sorted(config.recomputed) for name in layers[k]]
+    more = dict(chunks=config.chunks, devices=config.devices, schedule=config.schedule, **options)
     if isinstance(model, nn.Sequential):
-        return GPipe(model, way.balance, checkpoint=recomputed or "never", **more)
-    balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(way.balance))[:-1], 1)}
+        return GPipe(model, config.balance, checkpoint=recomputed or "never", **more)
+    balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(config.balance))[:-1], 1)}
     return pipelined_apart(model, sample, studied=studied, balance=balance, checkpoint=recomputed, **more)
 
 
-def released(devices: Iterable[torch.device]) -> None:
-    """Give back the memory of a subject that nobody refers to any more."""
+def release_memory(devices: Iterable[torch.device]) -> None:
+    """Give back the memory of a copy that nobody refers to any more."""
     gc.collect()  # A model may be in cycles of its own.
     if any(device.type != "cpu" for device in devices):
         torch.accelerator.empty_cache()
 
 
-class Layers(Subject):
+class Layers(ModelUnderTest):
     """A Sequential, whose layers are those of GPipe."""
 
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
@@ -193,11 +195,11 @@ class Layers(Subject):
         self._layer_of = lambda name: names.index(name.partition(".")[0])
         self._arguments = lambda rows: Arguments((resized(sample, sample_rows, rows),), {})
 
-    def _pipelined(self, way: Way) -> Any:
-        return apply(self._model, self.layers, way, None, self._options)
+    def _pipelined(self, config: Config) -> Any:
+        return apply(self._model, self.layers, config, None, self._options)
 
 
-class AnyModule(Subject):
+class AnyModule(ModelUnderTest):
     """Any other module, whose layers are the parts of its spine."""
 
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
@@ -230,12 +232,12 @@ class AnyModule(Subject):
         begins = [name.split("..")[0] for name in spine]
         return arranged(len(begins), {name: j for j, name in enumerate(begins) if j}, fixed=True)
 
-    def _pipelined(self, way: Way) -> Any:
+    def _pipelined(self, config: Config) -> Any:
         if self._pipeline is not None:
             self._pipeline.unpipelined()
         # Without a proof, which what is only measured needs not; `Plan.apply` has it.
         options = {**self._options, "verify": False}
-        self._pipeline = apply(self._model, self.layers, way, tuple(self._sample), options, self._studied)
+        self._pipeline = apply(self._model, self.layers, config, tuple(self._sample), options, self._studied)
         return self._pipeline
 
 

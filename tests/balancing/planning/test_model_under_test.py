@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import torchgpipe
 from tests.balancing.planning.models import WIDTH, Residual, mlp
 from torchgpipe.frames import arrange
-from torchgpipe_balancing.planning.subject import Way, subject_of
+from torchgpipe_balancing.planning.model_under_test import Config, prepare_model
 
 CPUS = [torch.device("cpu", k) for k in range(2)]
 
@@ -35,37 +35,41 @@ def sample(table_rows: int = 4) -> tuple[Any, ...]:
     return torch.ones(table_rows, 1), torch.randn(4, 3), torch.randn(4, 3), list(torch.randn(4, 1))
 
 
-def ways(devices: list[torch.device]) -> list[Way]:
-    return [Way([1, 3], devices, 2), Way([3, 1], devices, 2), Way([1] * 4, [*devices, *devices[::-1]], 2, "V-Half")]
+def configs(devices: list[torch.device]) -> list[Config]:
+    return [
+        Config([1, 3], devices, 2),
+        Config([3, 1], devices, 2),
+        Config([1] * 4, [*devices, *devices[::-1]], 2, "V-Half"),
+    ]
 
 
 @pytest.mark.parametrize(("table_rows", "options"), [(4, {"no_chunk": ["table"]}), (1, {})])
 def test_other_numbers_of_rows_change_what_is_split_and_nothing_else(table_rows: int, options: dict[str, Any]) -> None:
-    subject = subject_of(Model(table_rows), sample(table_rows), None, 2, options)
+    tested = prepare_model(Model(table_rows), sample(table_rows), None, 2, options)
 
-    assert subject.rows == 4
+    assert tested.rows == 4
     for rows in (1, 3, 10):
-        subject.plain(rows)
-        for way in ways(CPUS):
-            _, step = subject.pipeline(way)
+        tested.plain(rows)
+        for config in configs(CPUS):
+            _, step = tested.pipeline(config)
             step(rows * 2)
 
 
 def test_the_sample_runs_before_the_copy_is_spread_over_devices_and_not_again(monkeypatch: Any) -> None:
-    subject = subject_of(Model(), sample(), None, 2, {"no_chunk": ["table"]})
+    tested = prepare_model(Model(), sample(), None, 2, {"no_chunk": ["table"]})
     monkeypatch.setattr(arrange, "study", lambda *_, **__: pytest.fail("on several devices the model cannot run"))
 
-    for way in ways(CPUS):
-        subject.pipeline(way)
+    for config in configs(CPUS):
+        tested.pipeline(config)
 
 
 @pytest.mark.parametrize("is_sequential", [True, False])
 def test_nothing_reaches_the_graph_of_the_sample(is_sequential: bool) -> None:
     leaf = torch.randn(4, WIDTH, requires_grad=True)
     model = mlp(4) if is_sequential else Residual(3)
-    subject = subject_of(model, leaf * 2, None, 2, {})
+    tested = prepare_model(model, leaf * 2, None, 2, {})
     for _ in range(2):
-        _, step = subject.pipeline(Way([2, 2], CPUS, 2))
+        _, step = tested.pipeline(Config([2, 2], CPUS, 2))
         step(4)
 
     assert leaf.grad is None

@@ -1,0 +1,293 @@
+"""Make a candidate for every schedule and number of micro-batches: a balance by measured times, within the memory.
+
+    1. Balance the seconds of the partitions, exactly (`best_split`). If every device has room, that is the candidate.
+    2. If not, balance them within the memory, with nothing recomputed, and with all recomputed that saves memory. In
+       these three balances, recompute the layers that save most for a second, until all fits.
+    3. Do so again, with the seconds of recomputation of the best in what is balanced.
+    4. Of those that fit, the one with the shortest simulated step is the candidate.
+
+Within the memory, partitions of a device are taken to have the same layers. So the answer need not be the best, and
+what fits may be missed. Predictions are some per cent off, and the best few candidates run.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from torchgpipe.schedule import ScheduleName, program
+from torchgpipe.schedule.programs import RESIDENT, usual_places
+from torchgpipe_balancing.planning.costs import Costs
+from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
+from torchgpipe_balancing.split import best_split
+
+__all__ = [
+    "Candidate",
+    "PlanInput",
+    "candidates",
+    "default_chunks",
+    "find_outcome",
+    "most_partitions",
+    "nearest",
+    "problem_of",
+    "rows_of",
+]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and a number of micro-batches, with a choice for them.
+
+    Attributes:
+        schedule: the name of the schedule
+        chunks: the number of micro-batches
+        places: the index of the device of each partition
+        choice: the balance, and the layers that are recomputed
+        seconds: the predicted time of a step; 0 if no times are known
+        memory: for each device, the most bytes that it needs
+        bubble: the share of the devices' time in which they are idle
+        measured: the measured time of a step; 0 if it was not run
+    """
+
+    schedule: ScheduleName
+    chunks: int
+    places: tuple[int, ...]
+    choice: Choice
+    seconds: float
+    memory: tuple[float, ...]
+    bubble: float
+    measured: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """What to plan for.
+
+    Attributes:
+        costs: what was measured
+        devices: the devices, with the memory that a plan may use
+        batch: the rows of a mini-batch
+        states: bytes of gradients and of the optimizer's states for each byte of a parameter that requires grad
+        schedules: the schedules to try
+        chunks: the numbers of micro-batches to try
+        recomputes: whether layers may be recomputed
+    """
+
+    costs: Costs
+    devices: tuple[Device, ...]
+    batch: int
+    states: float
+    schedules: tuple[ScheduleName, ...] = RESIDENT
+    chunks: tuple[int, ...] = ()
+    recomputes: bool = True
+
+
+def candidates(given: PlanInput) -> list[Candidate]:
+    """Return a candidate for each schedule and number of micro-batches that fits, the quickest first."""
+    found = [(problem, find_outcome(problem)) for problem in _problems(given)]
+    fitting = [_candidate(problem, outcome) for problem, outcome in found if problem.excess(outcome) <= 0]
+    return sorted(fitting, key=lambda candidate: (candidate.seconds, max(candidate.memory)))
+
+
+def nearest(given: PlanInput) -> Candidate | None:
+    """Return a candidate that exceeds the memory by few bytes, if nothing fits; None if no schedule can run."""
+    found = [(problem, _nearest_outcome(problem)) for problem in _problems(given)]
+    return _candidate(*min(found, key=lambda pair: pair[0].excess(pair[1]))) if found else None
+
+
+def find_outcome(problem: Problem) -> Outcome:
+    """Return what a quick choice costs that fits the devices; if none is found, one that does not fit."""
+    even = _balance(problem)
+    assert even is not None, "without limits there is a balance"
+    plain = problem.outcome(Choice(even))
+    if problem.excess(plain) <= 0:
+        return plain
+    best = _quickest(problem, _outcomes_within(problem))
+    again = best.choice.recomputed
+    return _quickest(problem, [best, *_outcomes_within(problem, again)]) if again else best
+
+
+def _quickest(problem: Problem, outcomes: Iterable[Outcome]) -> Outcome:
+    return min(outcomes, key=lambda outcome: (max(0.0, problem.excess(outcome)), outcome.seconds))
+
+
+def _outcomes_within(problem: Problem, recomputed: Collection[int] = ()) -> list[Outcome]:
+    """Return what three balances cost: of seconds alone, and within the memory, without and with recomputation.
+
+    Args:
+        problem: the problem
+        recomputed: layers that the balances take to be recomputed
+    """
+    within = [_balance_within(problem, recomputes, recomputed) for recomputes in {False, problem.may_recompute}]
+    balances = dict.fromkeys([_balance(problem, recomputed), *within])
+    return [_recompute(problem, balance) for balance in balances if balance is not None]
+
+
+def _nearest_outcome(problem: Problem) -> Outcome:
+    """Return what a choice costs that exceeds the devices by few bytes; nothing fits."""
+    best, low = find_outcome(problem), 0.0
+    while (excess := problem.excess(best)) - low > max(1.0, excess / 1000):
+        middle = (low + excess) / 2
+        balance = _balance_within(problem, problem.may_recompute, more=middle)
+        outcome = best if balance is None else _recompute(problem, balance)
+        if problem.excess(outcome) < excess:
+            best = outcome
+        else:
+            low = middle
+    return best
+
+
+def _balance_within(
+    problem: Problem, recomputes: bool, recomputed: Collection[int] = (), more: float = 0.0
+) -> tuple[int, ...] | None:
+    """Return the balance whose partitions take equally long, among those that fit; None if none is found.
+
+    Args:
+        problem: the problem
+        recomputes: whether layers may be recomputed so that it fits
+        recomputed: layers that are taken to be recomputed
+        more: bytes that each device has beside its memory
+    """
+    layers, held = problem.layers, _micro_batches_held(problem)
+    kept = list(accumulate([layer.kept + layer.waiting for layer in layers], initial=0.0))
+    least = list(accumulate([*[min(layer.kept, layer.input) for layer in layers[:-1]], layers[-1].kept], initial=0.0))
+    state = list(accumulate([layer.state for layer in layers], initial=0.0))
+
+    def farthest(j: int, start: int) -> int:
+        """Return the farthest end of a partition, if all partitions of its device have the same layers."""
+        place = problem.places[j]
+        alike = [held[k] for k, other in enumerate(problem.places) if other == place]
+
+        def need(end: int) -> float:
+            activations = sum(alike) * (layers[start].again + kept[end] - kept[start])
+            if recomputes:
+                room = max([layer.kept for layer in layers[start:end]])
+                activations = min(activations, sum(alike) * (layers[start].again + least[end] - least[start]) + room)
+            return activations + len(alike) * (state[end] - state[start])
+
+        return start + bisect_right(range(start + 1, len(layers) + 1), problem.devices[place].memory + more, key=need)
+
+    return _balance(problem, recomputed, cache(farthest))
+
+
+def _balance(
+    problem: Problem, recomputed: Collection[int] = (), farthest: Callable[[int, int], int] | None = None
+) -> tuple[int, ...] | None:
+    """Return the balance whose partitions take equally long, if these layers are recomputed; see `best_split`."""
+    seconds = [layer.forward + layer.backward for layer in problem.layers]
+    for k in recomputed:
+        seconds[k] += _seconds_again(problem, k)
+    unit = (sum(seconds) or 1.0) / 2**30
+    slowness = [round(problem.devices[place].slowness * 2**20) for place in problem.places]
+    cuts = best_split([round(each / unit) for each in seconds], slowness, farthest)
+    return None if cuts is None else tuple([end - start for start, end in pairwise(cuts)])
+
+
+def _seconds_again(problem: Problem, k: int) -> float:
+    """Return the seconds that recomputation of a layer takes."""
+    return problem.layers[k].forward + problem.cell.forward + problem.cell.backward
+
+
+def _recompute(problem: Problem, balance: tuple[int, ...]) -> Outcome:
+    """Return what a balance costs, with the layers recomputed on each device that save most for a second.
+
+    These are as few as are enough, or the number that comes nearest.
+    """
+    outcome, held = problem.outcome(Choice(balance)), _micro_batches_held(problem)
+    if not problem.may_recompute:
+        return outcome
+    of_layers = [j for j, count in enumerate(balance) for _ in range(count)]
+
+    def saves(k: int) -> float:
+        return held[of_layers[k]] * (problem.layers[k].kept - problem.layers[k].input)
+
+    recomputed: set[int] = set()
+    for device, need in enumerate(outcome.memory):
+        # The backward of the last layer follows its forward at once.
+        owned = [k for k, j in enumerate(of_layers[:-1]) if problem.places[j] == device and saves(k) > 0]
+        owned.sort(key=lambda k: -saves(k) / max(_seconds_again(problem, k), 1e-300))
+        room, needs = 0.0, [need]
+        for k in owned:
+            # While one layer is recomputed, the device needs room for it.
+            need, room = need - saves(k), max(room, problem.layers[k].kept)
+            needs.append(need + room)
+        limit = problem.devices[device].memory
+        count = next((count for count, size in enumerate(needs) if size <= limit), needs.index(min(needs)))
+        recomputed.update(owned[:count])
+    return problem.outcome(Choice(balance, frozenset(recomputed))) if recomputed else outcome
+
+
+def _micro_batches_held(problem: Problem) -> list[int]:
+    """Return how many micro-batches each partition holds at the fullest moment of its device."""
+    held = [0] * len(problem.places)
+    for actions in problem.program:
+        counts, most = Counter[int](), 0
+        for action in actions:
+            counts[action.j] += {"F": 1, "I": 0}.get(action.kind, -1)
+            if counts.total() > most:
+                most = counts.total()
+                for j, count in counts.items():
+                    held[j] = count
+    return held
+
+
+def _candidate(problem: Problem, outcome: Outcome) -> Candidate:
+    return Candidate(
+        schedule=problem.schedule,
+        chunks=problem.chunks,
+        places=problem.places,
+        choice=outcome.choice,
+        seconds=problem.predicted(outcome.seconds),
+        memory=tuple(outcome.memory),
+        bubble=outcome.simulation.bubble,
+    )
+
+
+def rows_of(batch: int, chunks: int) -> int:
+    """Return the rows of the largest micro-batch, as `torch.chunk` splits."""
+    return math.ceil(batch / chunks)
+
+
+def default_chunks(batch: int, n: int) -> tuple[int, ...]:
+    """Return the numbers of micro-batches to try: powers of two, from about one to 16 for each device."""
+    least = 1 << max(0, n - 1).bit_length()
+    counts = [least << k for k in range(5)]
+    return tuple([count for count in counts if count <= batch]) or (batch,)
+
+
+def most_partitions(schedules: Iterable[str], n: int) -> int:
+    """Return the largest number of partitions that a schedule has on ``n`` devices."""
+    return max([len(usual_places(schedule, n)) for schedule in schedules])
+
+
+def _problems(given: PlanInput) -> Iterator[Problem]:
+    """Yield the problems of the schedules that these layers and devices are enough for."""
+    n = len(given.devices)
+    for chunks in given.chunks or default_chunks(given.batch, n):
+        for schedule in given.schedules:
+            if len(usual_places(schedule, n)) <= len(given.costs.layers) and (n > 1 or schedule == "1F1B"):
+                yield problem_of(given, schedule, chunks)
+
+
+def problem_of(given: PlanInput, schedule: ScheduleName, chunks: int) -> Problem:
+    """Return the problem of a schedule with so many micro-batches."""
+    costs, places = given.costs, usual_places(schedule, len(given.devices))
+    rows = rows_of(given.batch, chunks)
+    m = math.ceil(given.batch / rows)  # There may be fewer than chunks.
+    return Problem(
+        layers=costs.layers_at(rows, m, given.states),
+        devices=given.devices,
+        places=tuple(places),
+        program=program(schedule, m, places),
+        cell=costs.cells_at(rows),
+        latency=costs.latency,
+        per_byte=costs.per_byte,
+        recomputes=given.recomputes,
+        schedule=schedule,
+        chunks=chunks,
+    )
