@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, combinations, pairwise
 
 import pytest
 
-from benchmarks.plan_splits import choices
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe_balancing.planning.problem import CellCosts, Choice, Device, Layer, Outcome, Problem
 from torchgpipe_balancing.planning.search import solve
@@ -33,6 +33,16 @@ TABLES: list[tuple[Callable[[random.Random], float], Callable[[random.Random], i
     (lambda rng: 10 ** rng.uniform(-8, 8), lambda rng: rng.randint(0, 10**9)),
     (lambda rng: rng.lognormvariate(0, 1), lambda rng: rng.randint(1, 100)),
 ]
+
+
+def choices(problem: Problem) -> Iterator[Choice]:
+    """Yield all choices that there are."""
+    size = len(problem.layers)
+    may = range(size - 1 if problem.recomputes and not problem.splits_backward else 0)
+    sets = list(chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)))
+    for cuts in combinations(range(1, size), len(problem.places) - 1):
+        balance = tuple(end - start for start, end in pairwise((0, *cuts, size)))
+        yield from (Choice(balance, frozenset(recomputed)) for recomputed in sets)
 
 
 def small(seed: int) -> Problem:
