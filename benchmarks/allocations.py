@@ -4,20 +4,14 @@ On the CPU PyTorch's own allocator is asked to report: `FLAGS_caffe2_report_cpu_
 libc10, makes it write one line for each block that it hands out or takes back, with the bytes in use after
 it. Every CPU tensor's memory comes from it, whatever thread asks, and nothing is patched: each peer runs
 as it is. The profiler's memory events and a TorchDispatchMode would see one thread only, and the original
-computes in a worker thread. The lines go to stderr, which is a file for the time of a step, and so does a
-line at the end of forward. What libraries such as oneDNN use inside an operation is not a
-tensor and not counted. The switch is found under this name where PyTorch was built as its Linux wheels are.
+computes in a worker thread. The lines go to stderr, which is a file for the time of a step. What
+libraries such as oneDNN use inside an operation is not a tensor and not counted. The switch is found
+under this name where PyTorch was built as its Linux wheels are.
 
-On a GPU the same figures are read from `torch.cuda.max_memory_allocated`.
+On a GPU the same figure is read from `torch.cuda.max_memory_allocated`.
 
-All figures are above the level at rest: parameters, buffers, the input, and gradients where they are
+A figure is above the level at rest: parameters, buffers, the input, and gradients where they are
 present before the step.
-
-    bytes        forward peak          backward peak
-                     /\\   held         /\\
-                    /  \\_______      /   \\____  gradients, where they were absent
-    at rest  ______/           \\____/
-                   forward           backward
 """
 
 from __future__ import annotations
@@ -27,18 +21,14 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-from benchmarks.peers import Answer
 
 LINE = re.compile(rb"C10 (alloc|deleted) (\d+) bytes, total alloc (\d+) bytes")
-PHASE = b"-- phase ends --\n"
 
 
 class Reports:
@@ -69,25 +59,6 @@ class Reports:
             os.close(stderr)
             os.close(file)
 
-    def measure(self, forward: Callable[[], Tensor]) -> Answer:
-        with tempfile.NamedTemporaryFile() as file:
-            with self.written_to(file.name):
-                loss = forward()
-                os.write(2, PHASE)
-                torch.autograd.backward(loss)
-                del loss
-            first, _, second = Path(file.name).read_bytes().partition(PHASE)
-
-        rest = _rest(_lines(first))
-
-        # Lines of two threads may change places, but each carries the bytes in use when it was made.
-        held = sum(size if kind == b"alloc" else -size for kind, size, _ in _lines(first))
-        return {
-            "forward": max(total for _, _, total in _lines(first)) - rest,
-            "held": held,
-            "backward": max(total for _, _, total in _lines(second)) - rest,
-        }
-
     def peak(self, run: Callable[[], object]) -> int:
         """Return the most bytes in use while ``run`` runs, above the level at rest."""
         with tempfile.NamedTemporaryFile() as file:
@@ -107,28 +78,14 @@ def _lines(report: bytes) -> list[tuple[bytes, int, int]]:
     return [(kind, int(size), int(total)) for kind, size, total in LINE.findall(report)]
 
 
-def measure_on_gpus(forward: Callable[[], Tensor], devices: Sequence[torch.device]) -> list[Answer]:
-    """Return the same three figures for each GPU."""
-
-    def start() -> None:
-        for device in devices:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-
-    start()
-    rest = [torch.cuda.memory_allocated(device) for device in devices]
-    loss = forward()
-    for device in devices:
-        torch.cuda.synchronize(device)
-    after_forward = [torch.cuda.max_memory_allocated(device) for device in devices]
-    held = [torch.cuda.memory_allocated(device) for device in devices]
-    start()
-    torch.autograd.backward(loss)
-    del loss
-    return [
-        {"forward": most - low, "held": after - low, "backward": torch.cuda.max_memory_allocated(device) - low}
-        for device, low, most, after in zip(devices, rest, after_forward, held, strict=True)
-    ]
+def peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
+    """Return the same for a GPU."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    rest = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - rest
 
 
 @cache
@@ -137,20 +94,7 @@ def reports() -> Reports:
     return Reports()
 
 
-def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
-    """Return the devices that have a memory of their own. CPU devices share one."""
-    places = [torch.device(device) for device in devices]
-    return list(dict.fromkeys(torch.device("cpu") if device.type == "cpu" else device for device in places))
-
-
-def counted(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[Answer]:
-    """Count the bytes of a step above the level at rest, in each memory. Beside GPUs the CPU is not counted."""
+def peak_of(run: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes in use while ``run`` runs, above the level at rest, in the memory of a device."""
     gc.collect()
-    if memories[0].type == "cpu":
-        return [reports().measure(forward)]
-    return measure_on_gpus(forward, [device for device in memories if device.type != "cpu"])
-
-
-def peaks(forward: Callable[[], Tensor], memories: Sequence[torch.device]) -> list[int]:
-    """Return the most bytes that a step takes above the level at rest, in each memory."""
-    return [max(answer["forward"], answer["backward"]) for answer in counted(forward, memories)]
+    return reports().peak(run) if device.type == "cpu" else peak_on_gpu(run, device)

@@ -1,31 +1,31 @@
-"""Balancing: how good a split is, and whether measured times agree with the prediction.
+"""Balancing: how good a split is. Cost vectors are drawn at random; ours stands beside the original's.
 
-Two questions:
+Of each split counts the largest load over the smallest possible one, which is found here in another way than by the
+solver.
 
-1. Cost vectors, drawn at random: the largest load over the smallest possible one, which is found here in another
-   way than by the solver; ours beside the original's.
-2. A model with very uneven layers, really split: the time of each partition, run in a process of its own, beside
-   what the profile has predicted; for balance by time, by an even number of layers, by parameters, and for the
-   original's split of the same times.
-
-    python -m benchmarks.balance               # a minute or two
-    python -m benchmarks.balance --size full   # thousands of vectors; more rounds
+    python -m benchmarks.balance               # some seconds
+    python -m benchmarks.balance --size full   # thousands of vectors
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
-from benchmarks.cost import clocks
-from benchmarks.peers import Answer, Peer, running
-from benchmarks.placement import even
+import torch
+
+from benchmarks.peers import Answer, Peer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import ratios, shown, spread, table_of
+from benchmarks.records import table_of
+
+__all__ = ["PARTS", "optimum"]
 
 PEERS = ("ours", "original")
 
@@ -70,107 +70,88 @@ def loads(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
     return [sum(costs[start:end]) for start, end in pairwise(accumulate(balance, initial=0))]
 
 
-def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, limit: float) -> Answer:
-    """Return for each peer each vector's largest load over the optimum, and seconds; None beyond the limit."""
+def compared(peers: dict[str, Peer], vectors: list[list[int]], partitions: int, limit: float) -> dict[str, list[float]]:
+    """Return for each peer the largest load over the optimum of each vector that it has split in time."""
     best = [optimum(costs, partitions) for costs in vectors]
-    request = {"kind": "solve", "vectors": vectors, "partitions": partitions, "limit": limit}
-    answers: Answer = {}
+    request = {"vectors": vectors, "partitions": partitions, "limit": limit}
+    answers: dict[str, list[float]] = {}
     for name, peer in peers.items():
         answer = peer.ask(request)
-        answers[name] = {
-            "ratios": [
-                None if balance is None else max(loads(costs, balance)) / least
-                for costs, balance, least in zip(vectors, answer["balances"], best, strict=True)
-            ],
-            "seconds": answer["seconds"],
-        }
+        answers[name] = [
+            max(loads(costs, balance)) / least
+            for costs, balance, least in zip(vectors, answer["balances"], best, strict=True)
+            if balance is not None
+        ]
     return answers
 
 
-def finished(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
 def quality(peers: dict[str, Peer], count: int, limit: float) -> list[dict[str, Any]]:
-    """Answer question 1 with `count` vectors of each kind, of 4 to 64 layers, for 2 to 8 partitions."""
+    """Split `count` vectors of each kind, of at most 64 layers, for 2 to 8 partitions."""
     rows = []
     progress = Progress(len(KINDS))
     for kind in KINDS:
         progress(f"vectors: {kind}")
         rng = random.Random(kind)
         ratios: dict[str, list[float]] = {name: [] for name in peers}
-        seconds: dict[str, list[float]] = {name: [] for name in peers}
         for partitions in range(2, 9):
             vectors = [random_costs(kind, rng, rng.randint(partitions, 64)) for _ in range(count // 7)]
             for name, answer in compared(peers, vectors, partitions, limit).items():
-                ratios[name] += finished(answer["ratios"])
-                seconds[name] += finished(answer["seconds"])
+                ratios[name] += answer
         row: dict[str, Any] = {"costs": kind, "vectors": count // 7 * 7}
         for name in peers:
             row[name] = {
                 "missed": sum(ratio > 1 for ratio in ratios[name]) / len(ratios[name]),
                 "mean": statistics.mean(ratios[name]),
                 "worst": max(ratios[name]),
-                "seconds": spread(seconds[name]),
                 "unfinished": row["vectors"] - len(ratios[name]),
             }
         rows.append(row)
     return rows
 
 
-def times(rows: list[dict[str, Any]]) -> list[float]:
-    return [row["forward"] + row["recompute"] + row["backward"] for row in rows]
+# ---- The child: a peer splits.
 
 
-def reality(peers: dict[str, Peer], partitions: int, chunks: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """Answer question 2."""
-    profile = peers["ours"].ask({"kind": "profile", "seconds": seconds})["rows"]
-    balances = proposals(peers, profile, partitions)
-    measured: dict[str, list[float]] = {way: [] for way in balances}  # the slowest partition of each round
-    progress = Progress(rounds)
-    names = [f"partition {j}" for j in range(partitions)]
-    with running(names, "splits.py") as processes:
-        for _ in range(rounds):
-            progress("reality: round")
-            for way, balance in balances.items():
-                slowest = 0.0
-                for process, (start, end) in zip(
-                    processes.values(), pairwise(accumulate(balance, initial=0)), strict=True
-                ):
-                    request = {"kind": "run", "start": start, "end": end, "seconds": 0.5}
-                    slowest = max(slowest, process.ask(request)["seconds"])
-                measured[way].append(slowest)
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer."""
 
-    return [
-        {
-            "way": way,
-            "balance": balance,
-            "predicted": clocks(chunks, partitions) * max(loads(times(profile), balance)),
-            "measured": spread(clocks(chunks, partitions) * slowest for slowest in measured[way]),
-            "over by time": ratios(measured["by time"], measured[way]),
-        }
-        for way, balance in balances.items()
-    ]
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def proposals(peers: dict[str, Peer], profile: list[dict[str, Any]], partitions: int) -> dict[str, list[int]]:
-    """Return the balance of each of four ways to split the model."""
+def solver(peer: str) -> Callable[[list[int], int], list[int]]:
+    """Return the function with which the peer splits costs."""
+    if peer == "ours":
+        from torchgpipe_balancing import partition
 
-    def split(peer: str, costs: list[int]) -> list[int]:
-        request = {"kind": "solve", "vectors": [costs], "partitions": partitions, "limit": 60}
-        balance: list[int] = peers[peer].ask(request)["balances"][0]
-        return balance
+        return partition
 
-    costs = [max(1, round(cost * 1e6)) for cost in times(profile)]
-    return {
-        "by time": split("ours", costs),
-        "by time, original's solver": split("original", costs),
-        "by parameters": split("ours", [row["parameters"] for row in profile]),
-        "even": even(len(costs), partitions),
-    }
+    from torchgpipe.balance.blockpartition import solve
+
+    return lambda costs, partitions: [len(block) for block in solve(costs, partitions)]
 
 
-# ---- Tables and the picture of a result.
+def answer(peer: str, request: Request) -> Answer:
+    """Return the balance of each vector; None if it took too long."""
+    split = solver(peer)
+    balances: list[list[int] | None] = []
+    for costs in request["vectors"]:
+        balance = None
+        with suppress(TimeoutError), limited(request["limit"]):
+            balance = split(costs, request["partitions"])
+        balances.append(balance)
+    return {"balances": balances}
+
+
+# ---- The table of a result.
 
 
 def balance_vectors(result: dict[str, Any]) -> str:
@@ -183,48 +164,24 @@ def balance_vectors(result: dict[str, Any]) -> str:
     return table_of(result["vectors"], columns)
 
 
-def balance_reality(result: dict[str, Any]) -> str:
-    columns = {
-        "balance": "way",
-        "layers": lambda row: " ".join(map(str, row["balance"])),
-        "predicted, ms": lambda row: f"{1000 * row['predicted']:.0f}",
-        "measured, ms": lambda row: shown(row["measured"], 0, 1000),
-    }
-    return table_of(result["reality"], columns)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    full = args.size == "full"
-    with running(PEERS, "splits.py") as peers:
-        return {
-            "unit": "ratios: largest load over the smallest possible one; seconds",
-            "vectors": quality(peers, 1400 if full else 140, args.limit),
-            "reality": reality(
-                peers, args.partitions, args.chunks, 20.0 if full else 5.0, args.rounds or (9 if full else 3)
-            ),
-        }
+    with running(PEERS, "balance.py") as peers:
+        vectors = quality(peers, 1400 if args.size == "full" else 140, args.limit)
+    return {"unit": "ratios: largest load over the smallest possible one", "vectors": vectors}
 
 
-PARTS = {
-    "balance": Part(
-        "balance",
-        measure,
-        {
-            "largest load over the smallest possible one": balance_vectors,
-            "a step of the pipeline, each partition timed in a process of its own": balance_reality,
-        },
-    )
-}
+PARTS = {"balance": Part("balance", measure, {"largest load over the smallest possible one": balance_vectors})}
 
 
 def main() -> None:
     program = Program("balance", __doc__, PARTS, sizes=("small", "full"))
-    program.add("--rounds", type=int, help="of the model that is really split")
-    program.add("--partitions", type=int, default=4, help="of the model that is really split")
-    program.add("--chunks", type=int, default=8, help="of the model that is really split")
     program.add("--limit", type=float, default=20.0, help="seconds that a solver may take for one vector")
     program.run()
 
 
 if __name__ == "__main__":
-    main()
+    if "BENCHMARK_PEER" in os.environ:
+        torch.set_num_threads(1)
+        serve(answer)
+    else:
+        main()

@@ -13,14 +13,9 @@ from collections.abc import Sequence
 
 from torchgpipe.schedule import program, simulate
 
-__all__ = ["MODES", "clocks", "ideal_speed_up", "recomputed", "step_seconds"]
+__all__ = ["MODES", "ideal_speed_up", "recomputed", "step_seconds"]
 
 MODES = ("always", "except_last", "never")
-
-
-def clocks(m: int, n: int) -> int:
-    """Return the number of clocks of m micro-batches on n partitions."""
-    return m + n - 1
 
 
 def recomputed(mode: str, m: int) -> int:
@@ -34,7 +29,7 @@ def ideal_speed_up(n: int, m: int, mode: str, forward: float = 1 / 3) -> float:
     Args:
         forward: the share of forward in a step; a third where backward takes twice as long
     """
-    return n * m / clocks(m, n) * m / (m + recomputed(mode, m) * forward)
+    return n * m / (m + n - 1) * m / (m + recomputed(mode, m) * forward)
 
 
 def step_seconds(

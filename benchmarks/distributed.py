@@ -11,9 +11,9 @@ A GPT is trained three ways, in the same processes, in turn:
 The cost model of docs/scaling.rst is checked against them: to the ideal it adds what is sent, from the latency and the
 bandwidth that are measured between the processes. Both are computed from a result, and are not in it.
 
-    python -m benchmarks.distributed                          # -> results/distributed.json, .svg; four minutes
+    python -m benchmarks.distributed                          # -> results/distributed.json; four minutes
     python -m benchmarks.distributed --processes 1 2 4 8      # with as many cores, or GPUs
-    python -m benchmarks.distributed --draw
+    python -m benchmarks.distributed --show
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from torch.nn import functional as F
 
 from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
-from benchmarks.pictures import Curve, panels
 from benchmarks.program import Part, Program
 from benchmarks.records import ratios, spread, table_of
 from torchgpipe.distributed import DistributedGPipe
@@ -253,7 +252,7 @@ def _work(rank: int, n: int, folder: str, turns: int, counts: list[int]) -> None
     dist.destroy_process_group()
 
 
-# ---- The table and the picture of a result.
+# ---- The table of a result.
 
 
 def ideal(result: dict[str, Any], run: dict[str, Any], row: dict[str, Any]) -> float:
@@ -285,18 +284,6 @@ def distributed(result: dict[str, Any]) -> str:
     return table_of(rows, columns)
 
 
-def draw(result: dict[str, Any]) -> Any:
-    """Draw texts a second over the number of micro-batches, a panel for each number of processes."""
-    drawn = {}
-    for run in result["runs"]:
-        rows = run["rows"]
-        curves = [Curve("ideal", [(row["chunks"], {"median": ideal(result, run, row)}) for row in rows], dashed=True)]
-        for label, name in {"written by hand": "hand", "DistributedGPipe": "ours"}.items():
-            curves.append(Curve(label, [(row["chunks"], row[name]) for row in rows]))
-        drawn[f"{run['processes']} process{'es' if run['processes'] > 1 else ''}"] = curves
-    return panels(drawn, "micro-batches", "texts a second")
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     runs = []
     for n in args.processes:
@@ -308,7 +295,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"backend": "nccl" if on_gpus else "gloo", "shape": shape._asdict(), "runs": runs}
 
 
-PARTS = {"distributed": Part("distributed", measure, {"texts a second": distributed}, draw=draw)}
+PARTS = {"distributed": Part("distributed", measure, {"texts a second": distributed})}
 
 
 def main() -> None:

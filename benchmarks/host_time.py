@@ -9,11 +9,11 @@ median over turns, and a ratio is taken within a turn.
     cells       forward and backward of a cell, beside torchgpipe 0.0.7 and the plain layers
     step        a cell of `GPipe.step`, beside forward and backward of the same pipeline
     pipelined   a micro-batch of a pipelined module: per call of a module, per operation between two, and its own
-    timeline    what a timeline adds to a cell, with a recorder and without (`host_timeline.py`)
+    timeline    what recording a timeline adds to a cell (`host_timeline.py`)
     proof       what the proof of a pipelined GPT-2 takes, and the memory of it (`host_proof.py`)
 
     python -m benchmarks.host_time                              # cells and step: a minute or two
-    python -m benchmarks.host_time --only cells --size full     # and growth with cells and partitions, and 2000 layers
+    python -m benchmarks.host_time --only cells --size full     # and growth with cells and partitions
     python -m benchmarks.host_time --only pipelined timeline
     python -m benchmarks.host_time --device cuda:0              # layers on a GPU, and on it and the CPU in turn
 """
@@ -58,7 +58,6 @@ def requests(n: int, m: int, size: str, steps: int) -> list[Request]:
         for mode in ("always", "never"):
             asked += [cell("cells", steps, 8, count, mode) for count in (8, 32, 128, 512)]
             asked += [cell("partitions", steps, count, 32, mode) for count in (2, 8, 32, 64)]
-        asked += [cell("deep", steps, 8, 4, mode, kind="deep", balance=[250] * 8) for mode in MODES]
     return asked
 
 
@@ -78,25 +77,23 @@ def cells(args: argparse.Namespace) -> dict[str, Any]:
         groups.setdefault(request["group"], []).append(cell_row(request, answers))
     if args.size == "full":
         groups["growth"] = grown(groups["cells"], "m", args.peers) + grown(groups["partitions"], "n", args.peers)
-    return {"unit": "us per cell; deep: ms", **groups}
+    return {"unit": "us per cell", **groups}
 
 
 def cell_row(request: Request, measured: dict[str, list[Answer]]) -> Row:
     """Return a row of the result: each peer's figures, turn by turn and as a spread, and the ratio original / ours."""
     row: Row = {key: request[key] for key in ("n", "m", "mode", "threads", "parameters") if key in request}
-    for part in ("construct", *PASSES) if request["kind"] == "deep" else PASSES:
+    for part in PASSES:
         of_part = row[part] = {
             name: spread_of_turns(answer[part] for answer in answers) for name, answers in measured.items()
         }
         for name, answers in measured.items():
             for more in ("cpu", "typical", "cpu_typical"):
-                if f"{part}_{more}" in answers[0]:
-                    of_part[name][more] = spread_of_turns(answer[f"{part}_{more}"] for answer in answers)
+                of_part[name][more] = spread_of_turns(answer[f"{part}_{more}"] for answer in answers)
         if "ours" in measured and "original" in measured:
             ours, original = of_part["ours"], of_part["original"]
             of_part["ratio"] = ratios(ours["turns"], original["turns"])
-            if "cpu" in ours:
-                of_part["ratio_cpu"] = ratios(ours["cpu"]["turns"], original["cpu"]["turns"])
+            of_part["ratio_cpu"] = ratios(ours["cpu"]["turns"], original["cpu"]["turns"])
     return row
 
 
@@ -153,17 +150,6 @@ def growth(result: dict[str, Any]) -> str:
     sweeps = {"m": "m = 8 to 512, n = 8", "n": "n = 2 to 64, m = 32"}
     columns: dict[str, Any] = {"from, to": lambda row: sweeps[row["axis"]], "mode": "mode", "part": "part"}
     return table_of(rows, {**columns, **{name: f"{name}:2" for name in peers}})
-
-
-def deep(result: dict[str, Any]) -> str:
-    parts = ("construct", *PASSES)
-    lines = [
-        [name, row["mode"], *(shown(row[part][name]) for part in parts)]
-        for row in result.get("deep", [])
-        for name in PEERS
-        if name in row["forward"]
-    ]
-    return table(lines, ["", "mode", *parts])
 
 
 # ---- Cells of a step, beside forward and backward of the same pipeline in the same checkpoint mode.
@@ -261,13 +247,9 @@ def pipelined(args: argparse.Namespace) -> dict[str, Any]:
         for threads in DEVICES
         for layers, glue in ((few, False), (many, False), (few, True), (many, True))
     ]
-    more = {"kind": "pipelined", "steps": 4 * args.steps, "export": args.export}
+    more = {"kind": "pipelined", "steps": 4 * args.steps}
     turns = in_turns([{**shape, **more, "devices": DEVICES[str(shape["threads"])]} for shape in asked], args)
-    rows: list[Row] = []
-    for request, answers in zip(asked, turns):
-        measured = figures(answers)
-        over = {f"{name}/plain": ratios(measured["plain"]["turns"], times["turns"]) for name, times in measured.items()}
-        rows.append({**request, **measured, **{name: times for name, times in over.items() if name != "plain/plain"}})
+    rows = [{**request, **figures(answers)} for request, answers in zip(asked, turns)]
     costs = [
         {"threads": threads, "way": way, **beyond(turns[4 * k : 4 * k + 4], way, few, many)}
         for k, threads in enumerate(DEVICES)
@@ -303,14 +285,6 @@ def pipelined_host(result: dict[str, Any]) -> str:
     return table_of(result["costs"], {**columns, "glue operation, us": "glue", "micro-batch, us": "micro-batch"})
 
 
-def pipelined_times(result: dict[str, Any]) -> str:
-    """Return a table of the host time of a micro-batch, plain, placed naively, split by export, and pipelined."""
-    columns: dict[str, Any] = {"threads": "threads", "layers": "layers"}
-    columns["glue"] = lambda row: "yes" if row["glue"] else "no"
-    columns |= {f"{named_way(way)}, us": _median(way) for way in ("plain", "naive", "export", *WAYS)}
-    return table_of(result["rows"], {**columns, **{f"{named_way(way)} / plain": f"{way}/plain:2" for way in WAYS}})
-
-
 PARTS = {
     "cells": Part(
         "overhead",
@@ -320,14 +294,13 @@ PARTS = {
             "us per cell without workers": host_time_by_mode,
             "us per cell of several parameters": several,
             "largest size's CPU time per cell over the smallest's": growth,
-            "2000 layers, ms": deep,
         },
     ),
     "step": Part("step:host", step, {"host time of a cell": step_host}),
     "pipelined": Part(
         "pipelined:host",
         pipelined,
-        {"host time beyond the plain model": pipelined_host, "host time of a micro-batch": pipelined_times},
+        {"host time beyond the plain model": pipelined_host},
         cpu=True,
     ),
     "timeline": Part(
@@ -350,7 +323,6 @@ def main() -> None:
     program.add("--repeat", type=int, default=REPEATED, help="how often each peer is asked for cells in a turn")
     program.add("--steps", type=int, default=5, help="of a turn, more or less")
     program.add("--layers", nargs=2, type=int, default=[4, 32], metavar=("FEW", "MANY"), help="of pipelined")
-    program.add("--no-export", dest="export", action="store_false", help="leave a split by export out of pipelined")
     program.add("--gpt2", type=int, default=12, metavar="BLOCKS", help="of the GPT-2 that is proved")
     program.run()
 

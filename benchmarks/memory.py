@@ -1,4 +1,4 @@
-"""Peak memory of a step: ours beside the original and the plain model; the largest model; and what skips copy.
+"""Peak memory of a step: ours beside the original and the plain model; and what skips copy.
 
 Checkpointing is done for memory alone, so every byte that a pipeline keeps too long undoes it. The bytes of all tensors
 alive are counted, not those of the process, above the level at rest (`allocations.py` says how); the same number comes
@@ -8,7 +8,6 @@ out every time, which the result records.
                 what a pipeline keeps of a micro-batch: with checkpointing little more than the activations at the
                 partitions' ends
     random      the same of random models (`random_models.py`), in which parameters are little or most of the memory
-    capacity    the largest model that fits, and what the peak depends on (`memory_capacity.py`)
     copies      the bytes of a U-Net's skips between devices, through portals and in tuples (`memory_copies.py`)
 
 What each device saves for backward under each schedule is a part of `schedules.py`.
@@ -16,7 +15,6 @@ What each device saves for backward under each schedule is a part of `schedules.
     python -m benchmarks.memory                          # peaks: a minute
     python -m benchmarks.memory --size full              # wide models too; m = 4, 8, 16, 32; n = 2, 4, 8; workers
     python -m benchmarks.memory --size full --device cuda:0
-    python -m benchmarks.memory --only capacity --size paper --limit 22.4    # on GPUs, as many GiB as a Tesla P40 has
     python -m benchmarks.memory --only random --seeds 200 400                # other models than the first 200
     python -m benchmarks.memory --only copies                                # seconds
 """
@@ -29,7 +27,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from benchmarks import memory_capacity, memory_copies
+from benchmarks import memory_copies
 from benchmarks.cost import MODES
 from benchmarks.memory_steps import LAYERS, MODELS
 from benchmarks.peers import PEERS, Answer, Request, running
@@ -58,7 +56,7 @@ def requests(args: argparse.Namespace) -> list[Request]:
     # The wide ones are for the memory of gradients.
     models = [name for name in MODELS if name in args.models and (args.size == "full" or name in NARROW)]
     return [
-        {"kind": "peaks", "model": model, "mode": mode, "balance": [LAYERS // n] * n, "m": m, "threads": threads}
+        {"model": model, "mode": mode, "balance": [LAYERS // n] * n, "m": m, "threads": threads}
         | {"accumulate": accumulate, "device": args.device, "steps": args.steps, "scale": args.scale}
         for model, accumulate, mode, (n, m, threads) in product(models, (False, True), MODES, shapes)
     ]
@@ -72,6 +70,8 @@ def peaks(args: argparse.Namespace) -> dict[str, Any]:
     names = [name for name in PEERS if name in args.peers]
     with running(names, CHILD) as peers:
         for request in asked:
+            if args.seconds.spent():
+                break
             progress(", ".join(str(request[key]) for key in ("model", "mode", "m", "threads")))
             n = len(request["balance"])
             devices = {name: threaded(name, request["threads"], n, args.device) for name in peers}
@@ -88,10 +88,8 @@ def row_of(request: Request, answers: dict[str, Answer]) -> Row:
         "mode": request["mode"],
         "threads": request["threads"],
         "gradients": "present" if request["accumulate"] else "absent",
-        "boundary": next(iter(answers.values()))["boundary"],
     }
-    for name, answer in answers.items():
-        row[name] = {key: answer[key] for key in ("forward", "held", "backward", "peak", "same_each_step")}
+    row |= answers
     if "ours" in answers and "original" in answers:
         row["ratio"] = answers["ours"]["peak"] / answers["original"]["peak"]
     return row
@@ -106,9 +104,10 @@ def growth(rows: list[Row], peers: list[str]) -> list[Row]:
     grown = []
     for (model, gradients, mode), sweep in sweeps.items():
         low, high = min(sweep, key=lambda row: row["m"]), max(sweep, key=lambda row: row["m"])
+        if low is high:  # The time was up.
+            continue
         added = {name: (high[name]["peak"] - low[name]["peak"]) / (high["m"] - low["m"]) for name in peers}
-        about = {"model": model, "gradients": gradients, "mode": mode, "boundary": low["boundary"]}
-        grown.append({**about, **added})
+        grown.append({"model": model, "gradients": gradients, "mode": mode, **added})
     return grown
 
 
@@ -174,7 +173,7 @@ def random(args: argparse.Namespace) -> dict[str, Any]:
             progress(drawn.about)
             shared = {"seed": seed, "mode": drawn.mode, "balance": drawn.balance, "m": drawn.m}
             where = {"device": "cpu", "devices": ["cpu"] * len(drawn.balance)}
-            request = {"kind": "peaks", **shared, "accumulate": drawn.accumulate, **where, "steps": 1}
+            request = {**shared, "accumulate": drawn.accumulate, **where, "steps": 1}
             peaks_of = {name: peer.ask(request)["peak"] for name, peer in peers.items()}
             about = {"about": drawn.about, "gradients": "present" if drawn.accumulate else "absent"}
             rows.append({**shared, **about, **peaks_of, "ratio": peaks_of["ours"] / peaks_of["original"]})
@@ -208,15 +207,6 @@ PARTS = {
         {"ours/original": random_memory},
         cpu=True,
     ),
-    "capacity": Part(
-        "capacity",
-        memory_capacity.measure,
-        {
-            "the largest model that fits": memory_capacity.capacity,
-            "resnet101: activations at the peak": memory_capacity.capacity_growth,
-        },
-        memory_capacity.notes,
-    ),
     "copies": Part(
         "skips",
         memory_copies.measure,
@@ -226,18 +216,12 @@ PARTS = {
 
 
 def main() -> None:
-    sizes, models = ("small", "full", "gpu", "paper"), [*MODELS, *memory_capacity.LADDERS["small"]]
-    program = Program(
-        *("memory", __doc__, PARTS, ("peaks",)), sizes=sizes, peers=PEERS, device=True, devices=True, seconds="part"
-    )
-    program.add("--models", nargs="+", choices=models, default=models, help="of peaks and capacity")
+    sizes: Any = {"sizes": ("small", "full"), "peers": PEERS}
+    program = Program("memory", __doc__, PARTS, ("peaks",), device=True, devices=True, seconds="peak", **sizes)
+    program.add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of peaks")
     program.add("--steps", type=int, default=3, help="of peaks; the largest figure is kept")
     program.add("--scale", type=int, default=1, help="how many times the usual rows of a micro-batch, of peaks")
     program.add("--seeds", nargs=2, type=int, default=[0, 200], metavar=("FIRST", "END"), help="of random")
-    program.add("--questions", nargs="+", choices=memory_capacity.QUESTIONS, default=list(memory_capacity.QUESTIONS))
-    program.add("--partitions", nargs="+", type=int, help="n, of capacity: 1, 2, 4 and 8, as far as there are GPUs")
-    program.add("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the growth of capacity")
-    program.add("--limit", type=float, help="of capacity: MiB a partition on the CPU (4), GiB a device on GPUs (all)")
     program.add("--unet", nargs=4, type=int, default=[4, 16, 128, 8], metavar=("DEPTH", "WIDTH", "SIZE", "BATCH"))
     program.run()
 

@@ -2,8 +2,7 @@
 
 The skip of the first layer goes to one of the last. A portal copies it once, from its device to the one where it is
 needed, and its gradient once back. Without portals a Sequential has to hand it on from layer to layer, so it is
-copied to every device on the way. Both ways run the same layers, and have to give the same scores and gradients as
-the plain model on the same micro-batches.
+copied to every device on the way. Both ways run the same layers.
 
 The bytes are counted as they are copied, not estimated; `examples/traffic.py` says how. They depend on the model
 and on how it is split, not on the machine. On the CPU the devices are called cpu:0, cpu:1, ... and tensors are
@@ -13,11 +12,9 @@ copied between them as between GPUs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.peers import examples_on_path
 from benchmarks.records import table_of
@@ -29,44 +26,22 @@ WAYS = ("portals", "tuples")
 CHUNKS = 4
 
 
-def gradients(model: nn.Sequential) -> list[Tensor]:
-    """Take the gradients off the model."""
-    taken = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    return taken
-
-
-def farthest(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
-    """Return the largest difference, relative to the largest number of its tensor."""
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(these, those, strict=True))
-
-
 def counted(args: argparse.Namespace, devices: list[str]) -> dict[str, Any]:
-    """Count both ways over these devices, and compare them with the plain model."""
+    """Count both ways over these devices."""
     from unet import counted_step, draw_images, unet, without_portals
 
     depth, width, size, batch = args.unet
     torch.manual_seed(0)
     model = unet(depth, width).to(devices[0])
     images, _ = draw_images(batch, size, torch.Generator().manual_seed(0))
-    scores = torch.cat([model(part) for part in images.to(devices[0]).chunk(CHUNKS)])
-    scores.square().mean().backward()
-    expected = [scores.detach().cpu(), *gradients(model)]
-
     balance = [len(part) for part in torch.arange(len(model)).tensor_split(len(devices))]
     row: dict[str, Any] = {"balance": balance, "devices": devices}
-    # On the CPU the same kernels see the same micro-batches.
-    allowed = 0.0 if {torch.device(name).type for name in devices} == {"cpu"} else 1e-3
     for way, layers, input in zip(WAYS, (model, without_portals(model)), (images, (images,))):
-        output, copied = counted_step(layers, input, balance, devices, CHUNKS, "except_last")
-        difference = farthest([output.cpu(), *gradients(model)], expected)
-        if not difference <= allowed:  # or not a number
-            raise SystemExit(f"{way} over {devices} differ by {difference} from the plain model")
+        _, copied = counted_step(layers, input, balance, devices, CHUNKS, "except_last")
         row[way] = {
             "copied": [[source, target, count] for (source, target), count in sorted(copied.items())],
             "total": copied.total(),
             "busiest": max(copied.values(), default=0),
-            "difference": difference,
         }
     return row
 

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from time import process_time
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchgpipe
+from benchmarks.models.gpt import Block
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import Row, aim, shown, spread, table_of
-from benchmarks.simulated_gpus import TOKENS, Busy, GPTBlock, begin, inputs, kernels
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.frames.pipelined import runs_of
 from torchgpipe.schedule import program
@@ -40,6 +41,36 @@ SLOTS = 2
 
 #: The least share of the copies that hide, of those that should.
 AIM = 0.9
+
+#: Tokens of a sequence.
+TOKENS = 128
+
+
+class GPTBlock(Block):
+    """Causal attention and a feedforward network, each behind a norm and beside a residual."""
+
+    width, heads = 2048, 16
+
+    def __init__(self) -> None:
+        super().__init__(self.width, self.heads)
+
+
+def inputs(rows: int, device: str = "late:0") -> Tensor:
+    return torch.empty(rows, TOKENS, GPTBlock.width, device=device, dtype=torch.bfloat16)
+
+
+def computed(intervals: Sequence[Any]) -> float:
+    """Return the time that the device has computed."""
+    return float(sum(interval.end - interval.start for interval in intervals if interval.kind == "kernel"))
+
+
+def kernels(run: Callable[[], object]) -> float:
+    """Return the time that the device computes in a call."""
+    from tests import late
+
+    late.intervals()
+    run()
+    return computed(late.intervals())
 
 
 def pinned_block() -> nn.Module:
@@ -86,8 +117,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
                 host[offload] = min(host.get(offload, math.inf), process_time() - begun)
                 torch.accelerator.synchronize(0)
                 did = late.intervals()
-                busy = Busy([interval for interval in did if interval.kind == "kernel"]).until(math.inf)
-                steps.append((max(interval.end for interval in did) - start, busy))
+                steps.append((max(interval.end for interval in did) - start, computed(did)))
         # Of the last way, with all of it in host memory.
         seconds, memory = steps[2:], runs_of(model).host_memory  # type: ignore[union-attr]
         assert memory is not None
@@ -118,6 +148,11 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
 
 def measure(args: argparse.Namespace) -> Row:
     """Measure numbers of micro-batches, with which copies hide more and more."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("LATE_DEVICES", "1")
+    from tests import late
+
+    late.load()
     progress, rows = Progress(len(args.chunks)), []
     for chunks in args.chunks:
         progress(f"{args.blocks} blocks, {chunks} micro-batches of {args.rows} sequences")
@@ -160,7 +195,7 @@ def main() -> None:
     program_.add("--rows", type=int, default=16, help="sequences of a micro-batch")
     program_.add("--chunks", nargs="+", type=int, default=[2, 4, 8, 16])
     program_.add("--turns", type=int, default=3)
-    program_.run(begin)
+    program_.run()
 
 
 if __name__ == "__main__":

@@ -37,43 +37,37 @@ class PlanModel(NamedTuple):
     """A model to plan for.
 
     Attributes:
-        name: the family and the seed
         model: the model
         sample: an input of a few rows
         batch: the rows of a mini-batch
     """
 
-    name: str
     model: nn.Module
     sample: Tensor
     batch: int
 
 
-def plan_model(family: str, seed: int, shrink: int = 1, *, layers: int | None = None) -> PlanModel:
+def plan_model(family: str, seed: int, shrink: int = 1) -> PlanModel:
     """Return the model of a family and a seed, the same for the same seed.
 
     Args:
         family: a key of `FAMILIES`
         seed: any number
         shrink: how many times fewer operations the mini-batch takes
-        layers: how many layers of a Sequential there are, from the first on; all by default
     """
     random = Random(f"{family} {seed}")
     torch.manual_seed(seed)
     model, sample = FAMILIES[family](random)
-    if layers is not None:
-        assert isinstance(model, nn.Sequential) and len(model) >= layers
-        model = model[:layers]
     operations = OPERATIONS[0] * (OPERATIONS[1] / OPERATIONS[0]) ** random.random() / shrink
     batch = ROWS * max(1, round(operations / _operations(model, sample) / ROWS))
-    return PlanModel(f"{family} {seed}", model, sample, batch)
+    return PlanModel(model, sample, batch)
 
 
-def plan_of(request: Request, **options: Any) -> tuple[PlanModel, torchgpipe.Plan]:
+def plan_of(request: Request) -> tuple[PlanModel, torchgpipe.Plan]:
     """Return the model of a request, and its plan on two devices of a core each."""
     torch.set_num_threads(2)
-    about = plan_model(request["family"], request["seed"], request["shrink"], layers=request.get("layers"))
-    options = {"devices": DEVICES, "optimizer": torch.optim.AdamW, "loss_fn": mean_of_squares, **options}
+    about = plan_model(request["family"], request["seed"], request["shrink"])
+    options: Any = {"devices": DEVICES, "optimizer": torch.optim.AdamW, "loss_fn": mean_of_squares}
     return about, torchgpipe.plan(about.model, about.sample, batch=about.batch, seconds=request["seconds"], **options)
 
 

@@ -2,14 +2,14 @@
 
 A benchmark is a `Program` of parts, each of which answers a question and has a result of its own:
 
-    PARTS = {"speed": Part("speed", measure, {"samples/s": speed}, draw=draw), "step": ...}
+    PARTS = {"speed": Part("speed", measure, {"samples/s": speed}), "step": ...}
 
     program = Program("training", __doc__, PARTS, ("speed",), sizes=TASKS, devices=True)
     program.add("--turns", type=int, default=5)
     program.run()
 
-A result is written to `results/NAME.json`, or to --json, with what it was measured on; its picture beside it.
-With --draw nothing is measured: the tables and the picture are made of the JSON that is there.
+A result is written to `results/NAME.json`, or to --json, with what it was measured on.
+With --show nothing is measured: the tables are made of the JSON that is there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
@@ -28,7 +27,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from benchmarks.peers import Answer, Case, Peer, running
-from benchmarks.pictures import save
 from benchmarks.records import RESULTS, aims_table, environment, write
 
 __all__ = ["Budget", "Part", "Program", "Progress", "ask_in_turn"]
@@ -48,7 +46,6 @@ class Part(NamedTuple):
         measure: returns the answer, given the options; or yields it as it grows, and each state is written
         tables: what makes a table of an answer, by the title; a page calls the table by the name of this function
         notes: returns what else is to be told of an answer
-        draw: makes a figure of an answer, or None if there is nothing to draw
         cpu: whether it is only for the CPU
     """
 
@@ -56,7 +53,6 @@ class Part(NamedTuple):
     measure: Callable[[argparse.Namespace], Result | Iterable[Result]]
     tables: Mapping[str, Callable[[Result], str]]
     notes: Callable[[Result], Iterable[str]] = lambda answer: ()
-    draw: Callable[[Result], Any] | None = None
     cpu: bool = False
 
     def path(self, folder: Path = RESULTS, suffix: str = "") -> Path:
@@ -85,21 +81,13 @@ class Part(NamedTuple):
             answer = {"environment": answer["environment"], "parts": parts}
         write(path, answer)
 
-    def present(self, answer: Result, picture: Path) -> None:
-        """Print the tables of an answer, what it was aimed at and the notes, and draw its picture if it has one."""
+    def present(self, answer: Result) -> None:
+        """Print the tables of an answer, what it was aimed at, and the notes."""
         for title, table in {**self.tables, "what was aimed at": aims_table}.items():
             if text := table(answer):
                 print(f"\n{title}\n\n{text}")
         for note in self.notes(answer):
             print(f"\n{note}")
-        if self.draw is None:
-            return
-        if find_spec("matplotlib") is None:  # Figures are worth having without their picture.
-            print(f"\nnot drawn, for Matplotlib is missing: {picture.name}")
-        elif (figure := self.draw(answer)) is None:
-            print("\nnothing was measured that can be drawn")
-        else:
-            save(figure, picture)
 
 
 class Program:
@@ -145,19 +133,12 @@ class Program:
         if seconds:
             self.add("--seconds", type=Budget, default=Budget(), help=f"start no further {seconds} after so many")
         self.add("--json", type=Path, help="where the result is written; of several parts a folder")
-        self.add("--draw", action="store_true", help="measure nothing, show and draw the results that are there")
+        self.add("--show", action="store_true", help="measure nothing, show the results that are there")
         self.add("--only", nargs="+", choices=list(parts), default=usual, help=f"parts; {', '.join(usual)} by default")
         self.add("--all", action="store_true", help="all parts")
 
-    def run(self, adapt: Callable[[argparse.Namespace], None] = lambda args: None) -> Result:
-        """Measure, write, show and draw the parts that are wanted.
-
-        Args:
-            adapt: completes the options
-
-        Returns:
-            the answer of each part
-        """
+    def run(self) -> Result:
+        """Measure, write and show the parts that are wanted; return the answer of each."""
         args = self._parse()
         measured_on = environment()
         wanted = list(self._parts) if args.all else args.only
@@ -172,13 +153,11 @@ class Program:
             self._error(
                 f"{into} would hold the result of one of {', '.join(wanted)}: give a folder, or --only one part"
             )
-        if not args.draw:
-            adapt(args)
         answers: Result = {}
         for name in wanted:
             part = self._parts[name]
             path = into if one_file else part.path(into or RESULTS, "" if on_cpu else "-cuda")
-            if args.draw:
+            if args.show:
                 answers[name] = part.read(path)
             else:
                 args.json = path
@@ -187,7 +166,7 @@ class Program:
                 for outcome in [measured] if isinstance(measured, dict) else measured:
                     answers[name] = {"environment": measured_on, **about, **outcome}
                     part.write(path, answers[name])  # Now, so that a run that is cut short leaves what it has.
-            part.present(answers[name], path.with_suffix(".svg"))
+            part.present(answers[name])
         return answers
 
 

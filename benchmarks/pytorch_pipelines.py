@@ -1,7 +1,7 @@
 """The child of training.py for PyTorch's own pipelines: torch.distributed.pipelining, a process a partition.
 
 Its schedules train the same layers on the same mini-batch, with gloo between CPUs and nccl between GPUs. They have no
-checkpointing, and no skips between processes: a model can be cut only where no skip passes. A step is timed from one
+checkpointing, and no skips between processes. A step is timed from one
 barrier to the next.
 
 A server that has imported PyTorch once forks the processes, so that starting eight of them does not take eight imports.
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from benchmarks.peers import Answer, Request, serve
-from benchmarks.tasks import TASKS, closed_units, inputs, loss, made
+from benchmarks.tasks import TASKS, inputs, loss, made
 from benchmarks.timing import synchronize
 
 SCHEDULES: dict[str, Any] = {"ScheduleGPipe": ScheduleGPipe, "Schedule1F1B": Schedule1F1B}
@@ -34,38 +34,23 @@ PATIENCE = timedelta(minutes=10)
 
 
 def answer(peer: str, request: Request) -> Answer:
-    """Return the seconds of each step, and the loss of the last; or the reason why there are none."""
-    reason = refusal(peer, request)
-    if reason is not None:
-        return {"none": reason}
+    """Return the seconds of each step, and the loss of the last."""
     with TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             train_stage,
             args=(peer, request, folder),
-            nprocs=len(request["units"]),
+            nprocs=len(request["balance"]),
             start_method="forkserver",
         )
         result: Answer = json.loads(Path(folder, "answer").read_text())
     return result
 
 
-def refusal(peer: str, request: Request) -> str | None:
-    """Return why this cannot be trained; None if it can."""
-    if request["units"] is None:
-        return "skips"
-    n = len(request["units"])
-    if peer == "Schedule1F1B" and request["m"] < n:
-        return "fewer micro-batches than partitions"
-    if request["devices"][0] != "cpu" and len(set(request["devices"])) < n:
-        return "fewer devices than partitions"
-    return None
-
-
 def train_stage(j: int, peer: str, request: Request, folder: str) -> None:
     """Train partition ``j`` in a process of its own. The process of the last partition writes the answer."""
     torch.set_num_threads(1)
     device = torch.device(request["devices"][j])
-    n = len(request["units"])
+    n = len(request["balance"])
     if device.type == "cpu":
         world: dict[str, Any] = {"backend": "gloo"}
     else:
@@ -83,9 +68,8 @@ def train_stage(j: int, peer: str, request: Request, folder: str) -> None:
 
 def timed_steps(j: int, n: int, device: torch.device, peer: str, request: Request) -> Answer:
     task = TASKS[request["size"]][request["model"]]
-    first = sum(request["units"][:j])
-    units = list(closed_units(made(request["size"], request["model"])))
-    layers = Layers(*units[first : first + request["units"][j]]).to(device)
+    first = sum(request["balance"][:j])
+    layers = made(request["size"], request["model"])[first : first + request["balance"][j]].to(device)
     stage = PipelineStage(layers, j, n, device)
     schedule = SCHEDULES[peer](stage, request["m"], loss_fn=loss)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.0)
@@ -107,13 +91,6 @@ def timed_steps(j: int, n: int, device: torch.device, peer: str, request: Reques
         seconds.append(perf_counter() - start)
     mean = float(torch.stack(losses).mean()) if losses else None
     return {"seconds": seconds[request["warm_up"] :], "loss": mean}
-
-
-class Layers(nn.Sequential):
-    """Takes what another process has sent: a tuple's tensors come as several inputs."""
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return super().forward(inputs[0] if len(inputs) == 1 else inputs)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    balance,
-    distributed,
-    host_time,
-    mechanisms,
-    memory,
-    offload,
-    plan,
-    schedules,
-    simulated_gpus,
-    training,
-    training_cores,
-)
+from benchmarks import balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training
 from benchmarks.campaigns import faults, packages, robustness
 from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.gpu import gpu_table
@@ -39,7 +27,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 
 #: Whose parts have tables.
 BENCHMARKS = (
-    *(balance, distributed, host_time, mechanisms, memory, offload, plan, schedules, simulated_gpus, training),
+    *(balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training),
     *(faults, packages, robustness),
 )
 
@@ -49,7 +37,7 @@ def render(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         try:
-            rows = PICTURES.get(match[2], "") + TABLES[match[2]]() + "\n"
+            rows = TABLES[match[2]]() + "\n"
         except FileNotFoundError:  # not measured yet
             rows = ""
         return f"{match[1]}\n{rows}{match[3]}"
@@ -82,69 +70,6 @@ def summary() -> str:
     about = f"a U-Net's copies between {len(copied['balance'])} devices, portals / tuples"
     rows.append([about, f"{portals:.0f} / {tuples:.0f} MB", "", _link("skips")])
     return table(rows, ["measured", "ours", "torchgpipe 0.0.7", "result"])
-
-
-def figures() -> str:
-    """Return a table of the ten figures that matter, also those that are no praise."""
-    cells = {(row["threads"], row["mode"]): row for row in _result("overhead")["modes"]}
-
-    def cell(threads: str) -> str:
-        row = cells[threads, "except_last"]
-        times = {peer: sum(row[part][peer]["median"] for part in PASSES) for peer in ("ours", "original", "plain")}
-        return " / ".join(f"{microseconds:.0f}" for microseconds in times.values()) + " us"
-
-    step, pipelined, plan_ = (_result(name)["parts"] for name in ("step", "pipelined", "plan"))
-    calls = {
-        threads: [row["step/call"]["median"] for row in step["host"]["rows"] if row["threads"] == threads]
-        for threads in ("inline", "workers")
-    }
-    costs = pipelined["host"]["costs"]  # In one thread, then with workers.
-    of_micro_batch = [row["micro-batch"]["median"] for row in costs if row["way"] == "step"]
-    random = _result("random_memory")["counts"]
-    speed = step["speed"]["rows"]
-    alike = [row["over the same"][name]["median"] for row in speed for name in ("GPipe", "1F1B")]
-    whole = [row["speed-up"]["whole, 2 threads"]["median"] for row in speed]
-    best = [max(row["speed-up"][name]["median"] for name in training_cores.PLACES) for row in speed]
-    naive = [row["over naive"]["1F1B"]["median"] for row in pipelined["speed"]["rows"]]
-    slept = [row["simulated/measured"]["median"] for row in step["sleeping"]["rows"]]
-    chosen = [row["chosen/best"] for row in plan_["choice"]["rows"]]
-    missed = _span([row["ours"]["missed"] for row in _result("balance")["vectors"]], "{:.0%}")
-    theirs = _span([row["original"]["missed"] for row in _result("balance")["vectors"]], "{:.0%}")
-    below, models = random["up to"]["1.0"], random["models"]
-    rows = [
-        ["host time of a cell in one thread, ours / 0.0.7 / the plain layers", cell("inline"), "overhead"],
-        ["the same with eight workers that share one interpreter", cell("workers"), "overhead"],
-        [
-            "host time of `step` over forward and backward, one thread / workers",
-            " / ".join(_span(own_ratios, "{:.2f}") for own_ratios in calls.values()),
-            "step",
-        ],
-        [
-            "host time of a micro-batch of a pipelined module, one thread / workers",
-            " / ".join(f"{microseconds:.0f}" for microseconds in of_micro_batch) + " us",
-            "pipelined",
-        ],
-        [
-            "peak memory of random models at most that of 0.0.7; the highest ratio",
-            f"{below} of {models}; {random['highest']:.3f}",
-            "random_memory",
-        ],
-        ["a step on two cores, over PyTorch's own schedule of the same kind", _span(alike, "{:.2f}"), "step"],
-        [
-            "a step on two cores over micro-batches in one thread: best pipeline / no pipeline, all at once",
-            f"{_span(best, '{:.2f}')} / {_span(whole, '{:.2f}')}",
-            "step",
-        ],
-        ["language models on two cores, 1F1B over naive placement", _span(naive, "{:.2f}"), "pipelined"],
-        ["layers that sleep on 2 to 8 devices, simulated over measured step", _span(slept, "{:.2f}"), "step"],
-        [
-            "splits that are not the best, ours / 0.0.7; a planned way over the best of all, measured",
-            f"{missed} / {theirs}; {_span(chosen, '{:.2f}')}",
-            "balance",
-        ],
-    ]
-    lines = [[measured, figure, f"[{name}.json](results/{name}.json)"] for measured, figure, name in rows]
-    return table(lines, ["measured", "figures", "result"])
 
 
 def _span(values: Sequence[float], how: str) -> str:
@@ -181,7 +106,6 @@ TABLES |= {
         ("step", "step"),
         ("pipelined", "pipelined"),
         ("plan", "plan"),
-        ("simulated", "simulated_gpus"),
     )
 }
 TABLES |= {
@@ -189,13 +113,7 @@ TABLES |= {
     for table_of_models in (architectures, supported_models, unsupported_models)
 }
 TABLES |= {"robustness": _whole("robustness", robustness.robustness), "gpu": gpu_table}
-TABLES |= {"summary": summary, "figures": figures}
-
-#: What stands above a table as soon as it is measured.
-PICTURES = {
-    "speed": "![Speed-up over the number of partitions, for each model](speed.svg)\n\n",
-    "step_speed": "![The speed-up of a step over the plain micro-batches](step.svg)\n\n",
-}
+TABLES |= {"summary": summary}
 
 
 def pages() -> Iterable[Path]:

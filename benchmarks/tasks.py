@@ -1,18 +1,17 @@
-"""The models that are trained whole, and on what; `training.py` times them, `memory.py` counts their bytes."""
+"""The models that `training.py` trains whole, and on what."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
+from benchmarks.models import gpt, resnet, resnet101, unet
 
-__all__ = ["TASKS", "TINY", "Task", "closed_units", "inputs", "loss", "made", "mlp", "segments"]
+__all__ = ["TASKS", "TINY", "Task", "inputs", "loss", "made", "mlp"]
 
 
 class Task(NamedTuple):
@@ -46,8 +45,6 @@ TINY = {
 TASKS: dict[str, dict[str, Task]] = {
     "small": {
         "resnet101": Task(lambda: resnet((1, 1, 1), 10, width=16), (3, 64, 64), 16, 4),
-        # So many small operations that a micro-batch takes more samples to be as efficient as those of the others.
-        "amoebanetd": Task(lambda: amoebanetd(10, 3, 16), (3, 32, 32), 64, 4),
         "unet": Task(lambda: unet(2, 2, 8), (3, 32, 32), 16, 4),
         "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
         **TINY,
@@ -55,16 +52,8 @@ TASKS: dict[str, dict[str, Task]] = {
     # What trains on one large GPU also without a pipeline.
     "gpu": {
         "resnet101": Task(resnet101, (3, 224, 224), 128, 8),
-        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 128), (3, 224, 224), 64, 8),
         "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 32, 8),
         "gpt": Task(lambda: gpt(50257, 12, 12, 768, 1024), (1024,), 16, 8),
-        **TINY,
-    },
-    "paper": {
-        "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
-        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),
-        "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 64, 32),
-        "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
         **TINY,
     },
     # For steps under a schedule: halves of the layers take the same time, and a micro-batch far more than the host.
@@ -87,23 +76,6 @@ def inputs(task: Task, batch: int, device: str) -> Tensor:
     if len(task.sample) == 1:
         return torch.randint(64, (batch, *task.sample)).to(device)
     return torch.rand(batch, *task.sample).to(device)
-
-
-def closed_units(module: nn.Sequential) -> Iterator[nn.Sequential]:
-    """Yield the layers in the smallest pieces that no skip leaves; only these can be checkpointed by themselves."""
-    unit: list[nn.Module] = []
-    open_skips = 0
-    for layer in module:
-        unit.append(layer)
-        open_skips += len(getattr(layer, "stashable_names", ())) - len(getattr(layer, "poppable_names", ()))
-        if open_skips == 0:
-            yield nn.Sequential(*unit)
-            unit = []
-
-
-def segments(module: nn.Sequential) -> int:
-    """Return the number of pieces for `checkpoint_sequential`."""
-    return round(math.sqrt(len(list(closed_units(module)))))
 
 
 def loss(output: Tensor, _target: Tensor) -> Tensor:

@@ -167,21 +167,6 @@ def cells(peer: str, request: Request) -> Answer:
     return answer
 
 
-def deep(peer: str, request: Request) -> Answer:
-    """Return the milliseconds to construct a pipeline of very many layers, and of its first step."""
-    layers = tiny_layers(sum(request["balance"]))
-    x = torch.randn(request["m"] * ROWS, WIDTH)
-    grad = torch.ones(request["m"] * ROWS, WIDTH)
-
-    gc.collect()
-    start = perf_counter()
-    model = wrap(peer, layers, request)
-    construct = perf_counter() - start
-    seconds = {"construct": construct, **timed_step(layers, model, x, grad)}
-
-    return {name: value * 1e3 for name, value in seconds.items()}
-
-
 def mean(output: Tensor, _target: Any = None) -> Tensor:
     return output.mean()
 
@@ -224,8 +209,7 @@ def one_by_one(model: Model, x: Tensor, m: int) -> Callable[[], None]:
 
 
 def pipelined(peer: str, request: Request) -> Answer:
-    """Return microseconds per micro-batch of a pipelined module, and of others that compute the same."""
-    from benchmarks.language_models import place_naively, split_by_export
+    """Return microseconds per micro-batch of a pipelined module, and of the plain one."""
     from torchgpipe import pipelined as pipelined_model
 
     m, count = request["m"], request["layers"]
@@ -237,23 +221,16 @@ def pipelined(peer: str, request: Request) -> Answer:
 
     how = {"chunks": m, "devices": request["devices"], "balance": [count // 2, count - count // 2]}
     model: Any = pipelined_model(made(), (x[:ROWS],), loss_fn=mean, **how)
-    naive = made()
-    place_naively(naive, {f"blocks.{k}": torch.device("cpu") for k in range(count)})
     runs: dict[str, Callable[[], object]] = {
         "plain": one_by_one(made(), x, m),
-        "naive": one_by_one(naive, x, m),
         "step": lambda: model.step(x),
         "call": lambda: torch.autograd.backward(mean(model(x))),
     }
-    if request["export"]:
-        split = split_by_export(made(), x[:ROWS], {f"blocks.{count // 2}": 1})
-        runs["export"] = one_by_one(lambda part: split(part)[0], x, m)  # It makes a tuple of the output.
-
     quickest = lowest(runs, request["steps"], start=lambda: None)
     return {name: seconds / m * 1e6 for name, seconds in quickest.items()}
 
 
-KINDS = {"cells": cells, "deep": deep, "step": step, "pipelined": pipelined}
+KINDS = {"cells": cells, "step": step, "pipelined": pipelined}
 
 
 def answer(peer: str, request: Request) -> Answer:

@@ -1,11 +1,8 @@
-"""Training whole models: how fast it is, on how many devices, beside other libraries; and whether it learns the same.
+"""Training whole models: how fast it is, on how many devices, beside other libraries.
 
-    speed       the speed-up of a model on n devices, beside the ideal, torchgpipe 0.0.7, `checkpoint_sequential` and
-                PyTorch's own pipelines; and the memory of a step (`training_speed.py`)
+    speed       the speed-up of a model on n devices, beside the ideal and torchgpipe 0.0.7 (`training_speed.py`)
     step        `GPipe.step` on two cores, beside PyTorch's own schedules (`training_cores.py`)
-    pipelined   language models through `torchgpipe.pipelined` on two cores, beside naive placement
-    splits      whether export can split these models
-    accuracy    a ResNet, plain and with deferred batch norm, over several seeds (`training_accuracy.py`)
+    pipelined   GPT-2 through `torchgpipe.pipelined` on two cores, beside naive placement
 
 Figures are medians over turns, and a turn's figure is the median of its steps. `step` and `pipelined` mean nothing
 where other processes take a core.
@@ -13,7 +10,7 @@ where other processes take a core.
     python -m benchmarks.training                            # speed, of small models: some minutes on two cores
     python -m benchmarks.training --models gpt --turns 2     # of one of them: a minute
     python -m benchmarks.training --only step pipelined      # twenty minutes on two idle cores
-    python -m benchmarks.training --size paper               # the real models, on GPUs; --size gpu for one large GPU
+    python -m benchmarks.training --size gpu                 # the real models, on one large GPU
     python -m benchmarks.training --scale 16 --turns 9 --steps 1   # mini-batches of sixteen times the size
     python -m benchmarks.training --only step --device cuda:0      # on one GPU, and on it and the CPU
 """
@@ -22,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import training_accuracy, training_cores, training_speed
+from benchmarks import training_cores, training_speed
 from benchmarks.cost import MODES
 from benchmarks.program import Part, Program
 
@@ -31,45 +28,29 @@ PARTS = {
         "speed",
         training_speed.measure,
         {
-            "median of turns (lowest-highest)": training_speed.throughput,
             "speed-up over the plain model on one device": training_speed.speed,
             "what was aimed at": training_speed.speed_targets,
-            "torchgpipe 0.0.3's own figures, of models of full size on Tesla P40": training_speed.speed_published,
         },
-        draw=training_speed.draw,
     ),
     "step": Part(
         "step:speed",
         training_cores.step,
         {"a step of two partitions": training_cores.step_speed},
-        draw=training_cores.draw_step,
     ),
     "pipelined": Part(
         "pipelined:speed",
         training_cores.pipelined,
-        {"language models on two cores": training_cores.pipelined_speed},
+        {"GPT-2 on two cores": training_cores.pipelined_speed},
         cpu=True,
-    ),
-    "splits": Part(
-        "pipelined:splits",
-        training_cores.splits,
-        {"splitting by export": training_cores.pipelined_splits},
-        cpu=True,
-    ),
-    "accuracy": Part(
-        "transparency",
-        training_accuracy.measure,
-        {"accuracy on test images, mean ± standard deviation": training_accuracy.transparency},
-        lambda result: [f"{result['data']}, {result['seeds']} seeds, {result['epochs']} epochs"],
     ),
 }
-MODELS = [*training_speed.MODELS, "mlp", "gpt2"]
+MODELS = [*training_speed.MODELS, "mlp"]
 
 
 def main() -> None:
     options: dict[str, Any] = {"sizes": training_speed.PARTITIONS, "peers": training_speed.PEERS, "devices": True}
     program = Program("training", __doc__, PARTS, ("speed",), device=True, seconds="turn", **options)
-    program.add("--models", nargs="+", choices=MODELS, default=MODELS, help="of speed, step, pipelined and splits")
+    program.add("--models", nargs="+", choices=MODELS, default=MODELS, help="of speed and step")
     program.add("--turns", type=int, default=3, help="of each way")
     program.add("--steps", type=int, default=3, help="in a turn, whose figure is their median")
     program.add("--partitions", nargs="+", type=int, help="n, of speed")
@@ -77,9 +58,6 @@ def main() -> None:
     program.add("--scale", type=int, default=1, help="how many times the usual mini-batch of speed")
     program.add("--chunks", nargs="+", type=int, default=[4, 8, 16], help="m, of step")
     program.add("--shrink", type=int, default=1, help="how many times smaller step and pipelined are")
-    program.add("--batches", nargs="+", type=int, default=[32, 64, 128], help="sizes of mini-batches, of accuracy")
-    program.add("--epochs", type=int, default=6, help="of accuracy")
-    program.add("--seeds", type=int, default=5, help="of accuracy, how many")
     program.run()
 
 

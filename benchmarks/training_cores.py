@@ -1,7 +1,7 @@
 """A step of two partitions on two cores, beside PyTorch's own pipelines, naive placement and the plain model: parts of
 training.py.
 
-`step` trains an `nn.Sequential` with `GPipe.step`, `pipelined` a language model that is none, with
+`step` trains an `nn.Sequential` with `GPipe.step`, `pipelined` a GPT-2, which is none, with
 `torchgpipe.pipelined`. Each way runs in a process of its own, and PyTorch's pipelines in two. Two cores are shared
 alike: each of two processes has one, and so has each of our two workers. All losses must agree, or there is no result.
 
@@ -10,14 +10,8 @@ alike: each of two processes has one, and so has each of our two workers. All lo
     naive           hooks move what a module is called with; one partition at a time, on the whole mini-batch
     call            `model(...)` and `loss.backward()` of a pipelined model
     1F1B, ...       `model.step(...)` under this schedule
-    halves          no pipeline: of `step` the halves of the layers in a thread each, of `pipelined` the halves of the
-                    micro-batches; what two threads gain is what this machine allows
 
-    ideal           2 m / (m + 1): a device works 2 m of 2 (m + 1) clocks, in 'GPipe' as in '1F1B'
-    allowed         the same of what two threads gain: gain m / (m + 1)
-
-PyTorch's pipelines have no checkpointing, so ours has it switched off. `splits` tells for each language model whether
-export can split it.
+PyTorch's pipelines have no checkpointing, so ours has it switched off.
 """
 
 from __future__ import annotations
@@ -25,18 +19,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.language_models import OURS, language_models
-from benchmarks.peers import Answer, Case, Request, running
-from benchmarks.pictures import Curve, panels
-from benchmarks.program import Progress, ask_in_turn
-from benchmarks.records import Row, aim, named_way, ratios, shown, spread, spread_of_turns, table, table_of
+from benchmarks.language_models import OURS
+from benchmarks.peers import Answer, Case, Request
+from benchmarks.program import ask_in_turn
+from benchmarks.records import Row, aim, named_way, ratios, shown, spread_of_turns, table
 from benchmarks.tasks import TASKS
 from benchmarks.training_speed import KEEP_MEMORY
 
-__all__ = ["draw_step", "pipelined", "pipelined_speed", "pipelined_splits", "splits", "step", "step_speed"]
+__all__ = ["pipelined", "pipelined_speed", "step", "step_speed"]
 
 #: By model, the layers of two partitions and of four; halves take the same time.
 BALANCES = {"mlp": {2: [4, 4], 4: [2, 2, 2, 2]}, "gpt": {2: [5, 6], 4: [3, 2, 2, 4]}}
@@ -57,7 +50,7 @@ ALIKE = {"GPipe": "ScheduleGPipe", "1F1B": "Schedule1F1B"}
 SAME = 1e-4
 
 #: The ways of a pipelined model, its micro-batches, and the least that it should gain over naive placement.
-WAYS = ("naive", "micro-batches", "call", "1F1B", "GPipe", "halves")
+WAYS = ("naive", "micro-batches", "call", "1F1B", "GPipe")
 CHUNKS = 8
 GAIN = 1.4
 
@@ -79,11 +72,6 @@ def medians(answers: Mapping[str, list[Answer]], key: str) -> dict[str, list[flo
     return {way: [statistics.median(turn[key]) for turn in turns] for way, turns in answers.items()}
 
 
-def of_allowed(seconds: Sequence[float], plain: Sequence[float], gains: Sequence[float], m: int) -> dict[str, float]:
-    """Return the share that a pipeline reaches of what two threads gain, in the clocks in which a device works."""
-    return spread(b / a / (gain * m / (m + 1)) for a, b, gain in zip(seconds, plain, gains, strict=True))
-
-
 # ---- Steps of a `GPipe`.
 
 
@@ -100,8 +88,6 @@ def ways(args: argparse.Namespace, model: str, m: int) -> Case:
     threads = {"whole, 1 thread": 1, "whole, 2 threads": 2} if on_cpu else {"whole": 1}
     case = {name: ("plain", asked("whole", threads=count)) for name, count in threads.items()}
     case["micro-batches"] = "plain", asked("micro-batches")
-    if on_cpu:
-        case["halves"] = "plain", asked("halves")
     for pair in pairs:
         for schedule, places in PLACES.items():
             if len(set(pair)) == 1 and len(places) > 2:  # All partitions are neighbours on one device.
@@ -111,7 +97,7 @@ def ways(args: argparse.Namespace, model: str, m: int) -> Case:
             case[name] = "ours", asked("step", devices=[pair[k] for k in places], **more)
     if on_cpu:
         for schedule in ALIKE.values():
-            case[schedule] = schedule, asked("train", units=BALANCES[model][2], devices=["cpu", "cpu"])
+            case[schedule] = schedule, asked("train", devices=["cpu", "cpu"])
     return case
 
 
@@ -130,21 +116,12 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
 def step_row(args: argparse.Namespace, model: str, m: int, answers: dict[str, list[Answer]]) -> Row:
     """Return the row of a model in ``m`` micro-batches."""
     verify_losses(model, answers)
-    row: Row = {"model": model, "m": m, "batch": TASKS["step"][model].batch // args.shrink, "ideal": 2 * m / (m + 1)}
-    halves = answers.pop("halves", [])
+    row: Row = {"model": model, "m": m, "batch": TASKS["step"][model].batch // args.shrink}
     seconds = medians(answers, "seconds")
     plain = seconds["micro-batches"]
     row["seconds"] = {name: spread_of_turns(turns) for name, turns in seconds.items()}
     row["speed-up"] = {name: ratios(turns, plain) for name, turns in seconds.items() if name != "micro-batches"}
-    if halves:
-        medians_of = [
-            {name: statistics.median(seconds_of_half) for name, seconds_of_half in turn["seconds"].items()}
-            for turn in halves
-        ]
-        gains = [turn["one"] / turn["two"] for turn in medians_of]
-        row["limit"] = spread(gains)
-        row["first/second"] = spread(turn["first"] / turn["second"] for turn in medians_of)
-        row["of allowed"] = {name: of_allowed(seconds[name], plain, gains, m) for name in ALIKE}
+    if args.device == "cpu":
         row["over the same"] = {mine: ratios(seconds[mine], seconds[theirs]) for mine, theirs in ALIKE.items()}
         # The schedules that are the fastest in the median: the fastest in each turn would gain by chance.
         best = [min(names, key=lambda name: row["seconds"][name]["median"]) for names in (PLACES, ALIKE.values())]
@@ -160,8 +137,6 @@ def step_aims(rows: list[Row]) -> list[dict[str, Any]]:
         over = [row["over the same"][name]["median"] for row in rows]
         aims.append(aim(f"{name} over {theirs}, geometric mean", geometric_mean(over), least=1.0))
         aims.append(aim(f"{name} over {theirs}, lowest row", min(over), least=0.92))
-        allowed = min(row["of allowed"][name]["median"] for row in rows)
-        aims.append(aim(f"{name} of what two threads allow, lowest row", allowed, least=0.85))
     best = geometric_mean([row["best over best"]["median"] for row in rows])
     aims.append(aim("best schedule over PyTorch's best, geometric mean", best, least=1.05))
     return aims
@@ -169,10 +144,6 @@ def step_aims(rows: list[Row]) -> list[dict[str, Any]]:
 
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
-
-
-def allowed_speed_up(row: Row) -> dict[str, float]:
-    return {key: value * row["m"] / (row["m"] + 1) for key, value in row["limit"].items()}
 
 
 def step_speed(result: dict[str, Any]) -> str:
@@ -183,74 +154,44 @@ def step_speed(result: dict[str, Any]) -> str:
             over = shown(row.get("over the same", {}).get(name), 2)
             up = shown(row["speed-up"].get(name), 2)
             lines.append([row["model"], row["m"], name, shown(seconds, 1, 1e3), up, over])
-        if "limit" in row:
-            lines.append([row["model"], row["m"], "what two threads allow", "-", shown(allowed_speed_up(row), 2), "-"])
     return table(lines, ["model", "m", "step", "ms", "over micro-batches", "over PyTorch's own"])
 
 
-def draw_step(result: dict[str, Any]) -> Any:
-    """Draw the speed-up over the plain micro-batches for each model, and what two threads allow."""
-    drawn: dict[str, list[Curve]] = {}
-    rows = [row for row in result["rows"] if "limit" in row]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == model]
-        curves = [Curve("ideal", [(row["m"], {"median": row["ideal"]}) for row in of_model], dashed=True)]
-        curves.append(Curve("what two threads allow", [(row["m"], allowed_speed_up(row)) for row in of_model]))
-        names = [name for name in of_model[0]["speed-up"] if not name.startswith("whole")]
-        curves += [Curve(name, [(row["m"], row["speed-up"][name]) for row in of_model]) for name in names]
-        drawn[model] = curves
-    return panels(drawn, "micro-batches", "speed-up over micro-batches in one thread")
+# ---- A pipelined language model.
 
 
-# ---- Pipelined language models.
-
-
-def language_request(args: argparse.Namespace, model: str, **more: Any) -> Request:
+def language_request(args: argparse.Namespace, **more: Any) -> Request:
     """Return a request to the child."""
     shape = {
         "layers": max(2, 4 // args.shrink),
         "width": max(8, 512 // args.shrink),
         "context": max(4, 128 // args.shrink),
     }
-    return {"model": model, **shape, "rows": 4, "m": CHUNKS, **more}
-
-
-def asked_models(args: argparse.Namespace) -> Iterator[str]:
-    return (model for model in language_models() if model in args.models)
+    return {"model": "gpt2", **shape, "rows": 4, "m": CHUNKS, **more}
 
 
 def pipelined(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all ways, turn by turn."""
     more = {"kind": "train", "warm_up": 1, "steps": args.steps}
-    models = list(asked_models(args))
-    cases: list[Case] = [
-        {way: ("ours", language_request(args, model, way=way, **more)) for way in WAYS} for model in models
-    ]
-    answers = ask_in_turn(cases, "language_models.py", args.turns, args.seconds.spent, environment=KEEP_MEMORY)
-    rows = [pipelined_row(args, model, answered) for model, answered in zip(models, answers)]
+    case: Case = {way: ("ours", language_request(args, way=way, **more)) for way in WAYS}
+    (answers,) = ask_in_turn([case], "language_models.py", args.turns, args.seconds.spent, environment=KEEP_MEMORY)
+    row = pipelined_row(args, answers)
     aims = [
-        aim(
-            f"{named_way(way)} over naive placement, two cores, lowest model",
-            min(row["over naive"][way]["median"] for row in rows),
-            least=GAIN,
-        )
+        aim(f"{named_way(way)} over naive placement, two cores", row["over naive"][way]["median"], least=GAIN)
         for way in ("1F1B", "call")
     ]
-    return {"rows": rows, "aims": aims}
+    return {"rows": [row], "aims": aims}
 
 
-def pipelined_row(args: argparse.Namespace, model: str, answers: dict[str, list[Answer]]) -> Row:
-    verify_losses(model, answers)
+def pipelined_row(args: argparse.Namespace, answers: dict[str, list[Answer]]) -> Row:
+    verify_losses("gpt2", answers)
     seconds, cpu = (medians(answers, key) for key in ("seconds", "cpu"))
     naive, plain = seconds["naive"], seconds["micro-batches"]
-    gains = [b / a for a, b in zip(seconds["halves"], plain, strict=True)]
     return {
-        **language_request(args, model),
-        "ideal": 2 * CHUNKS / (CHUNKS + 1),
+        **language_request(args),
         "seconds": {way: spread_of_turns(turns) for way, turns in seconds.items()},
         "over naive": {way: ratios(turns, naive) for way, turns in seconds.items() if way != "naive"},
-        "over micro-batches": {way: ratios(seconds[way], plain) for way in (*OURS, "halves")},
-        "of allowed": {way: of_allowed(seconds[way], plain, gains, CHUNKS) for way in OURS},
+        "over micro-batches": {way: ratios(seconds[way], plain) for way in OURS},
         "cpu / micro-batches": {way: ratios(cpu["micro-batches"], cpu[way]) for way in cpu if way != "micro-batches"},
     }
 
@@ -260,7 +201,6 @@ def pipelined_speed(result: dict[str, Any]) -> str:
     columns = {
         "over naive": "over naive placement",
         "over micro-batches": "over micro-batches",
-        "of allowed": "of what two threads allow",
         "cpu / micro-batches": "CPU / micro-batches",
     }
     lines = [
@@ -270,28 +210,3 @@ def pipelined_speed(result: dict[str, Any]) -> str:
         for way, seconds in row["seconds"].items()
     ]
     return table(lines, ["model", "m", "step", "ms", *columns.values()])
-
-
-def splits(args: argparse.Namespace) -> dict[str, Any]:
-    """Try to split each model by export, in a process of its own."""
-    rows = []
-    models = list(asked_models(args))
-    progress = Progress(len(models))
-    for model in models:
-        progress(f"splitting {model}")
-        with running(["ours"], "language_models.py") as peers:
-            rows.append({"model": model, **peers["ours"].ask(language_request(args, model, kind="split"))})
-    return {"rows": rows}
-
-
-def pipelined_splits(result: dict[str, Any]) -> str:
-    """Return a table of what can be split, and how long it takes."""
-
-    def told(outcome: Row) -> str:
-        return outcome["fails"] if "fails" in outcome else f"{outcome['seconds']:.2f} s, returns {outcome['output']}"
-
-    ways = {"split by export": "export", "pipelined": "pipelined"}
-    return table_of(
-        result["rows"],
-        {"model": "model", **{name: lambda row, way=way: told(row[way]) for name, way in ways.items()}},  # type: ignore[misc]
-    )

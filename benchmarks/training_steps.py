@@ -3,15 +3,10 @@
 A step is all that a training loop does: forward, a loss, backward, and an optimizer, which has a learning rate of 0,
 so that a figure does not depend on the steps before it.
 
-    train           forward and backward of the plain model, `checkpoint_sequential`, or a pipeline
+    train           forward and backward of the plain model, or a pipeline
     step            `GPipe.step` under a schedule
     micro-batches   the plain model in this thread, micro-batch by micro-batch: what a pipeline does, without one
     whole           the plain model, the whole mini-batch at once
-    halves          both halves of the layers without a pipeline: the second half has its input before it starts
-
-    halves, one thread     first ####|second ####|          "one"
-    halves, two threads    first ####|                      "two", as fast as two threads can be on this machine
-                          second ####|
 
 All but `train` train the same layers on the same mini-batch with the loss of `pytorch_pipelines.py`.
 """
@@ -19,17 +14,14 @@ All but `train` train the same layers on the same mini-batch with the loss of `p
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
-from threading import Thread
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.peers import Answer, Request, pipeline, serve
-from benchmarks.tasks import TASKS, closed_units, inputs, loss, made, segments
+from benchmarks.tasks import TASKS, inputs, loss, made
 from benchmarks.timing import Step, synchronize, timed
 
 __all__ = ["balance", "runner", "train"]
@@ -37,21 +29,15 @@ __all__ = ["balance", "runner", "train"]
 # ---- Forward and backward, of all who can.
 
 
-def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that is trained; None if the peer cannot train this model."""
+def runner(peer: str, module: nn.Sequential, request: Request) -> Callable[[Tensor], Tensor]:
+    """Return the function that is trained."""
     if peer in ("ours", "original"):
         model: Callable[[Tensor], Tensor] = pipeline(module, request)
         return model
     module.to(request["devices"][0])
-    if peer == "plain":
-        if request.get("split"):
-            return lambda x: torch.cat([module(part) for part in x.chunk(request["m"])])
-        return module
-    units, pieces = list(closed_units(module)), segments(module)
-    if pieces < 2:
-        return None
-    divided: Callable[..., Tensor] = checkpoint_sequential
-    return lambda x: divided(units, pieces, x, use_reentrant=False)
+    if request.get("split"):
+        return lambda x: torch.cat([module(part) for part in x.chunk(request["m"])])
+    return module
 
 
 def train(peer: str, request: Request) -> Answer:
@@ -61,8 +47,6 @@ def train(peer: str, request: Request) -> Answer:
     try:
         x = inputs(TASKS[request["size"]][request["model"]], request["batch"], devices[0])
         run = runner(peer, module, request)
-        if run is None:
-            return {"none": "skips"}
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
         forward: list[float] = []
 
@@ -88,26 +72,13 @@ def train(peer: str, request: Request) -> Answer:
 
 
 def balance(peer: str, request: Request) -> Answer:
-    """Return balances by time for each number of partitions, from one profile of a micro-batch.
-
-    A balance is of the layers and, for a pipeline that cannot be cut where a skip passes, of the units that no skip
-    leaves; None if there are fewer units than partitions.
-    """
-    from torchgpipe_balancing import partition, profile
+    """Return balances by time for each number of partitions, from one profile of a micro-batch."""
+    from torchgpipe_balancing import profile
 
     module = made(request["size"], request["model"])
     sample = inputs(TASKS[request["size"]][request["model"]], request["rows"], "cpu")
     report = profile(module, sample, device=request["device"], timeout=request["seconds"])
-    # PyTorch's pipelines recompute nothing.
-    costs = iter(report.costs("time", recompute=False))
-    units = [sum(islice(costs, len(unit))) for unit in closed_units(module)]
-    return {
-        "segments": segments(module),
-        "balances": [
-            {"balance": report.balance(n), "units": partition(units, n) if n <= len(units) else None}
-            for n in request["partitions"]
-        ],
-    }
+    return {"balances": [report.balance(n) for n in request["partitions"]]}
 
 
 # ---- Steps: under a schedule, and what they are compared to.
@@ -138,63 +109,6 @@ def one_by_one(module: nn.Sequential, x: Tensor, request: Request) -> Step:
     return step
 
 
-def both_halves(module: nn.Sequential, x: Tensor, request: Request) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return functions that train the first and the second half of the layers on all micro-batches."""
-    first, second = module[: request["balance"][0]], module[request["balance"][0] :]
-    parts = x.chunk(request["m"])
-    with torch.no_grad():
-        between = [first(part) for part in parts]
-    entered = [value.clone().requires_grad_() for value in between]
-
-    def train_first() -> None:
-        for part, value in zip(parts, between):
-            torch.autograd.backward(first(part), value)
-
-    def train_second() -> None:
-        for value in entered:
-            value.grad = None
-            torch.autograd.backward(loss(second(value), value) / len(parts))
-
-    return train_first, train_second
-
-
-def side_by_side(*functions: Callable[[], None]) -> None:
-    """Run each function in a thread of its own, with one core."""
-
-    def run(function: Callable[[], None]) -> None:
-        torch.set_num_threads(1)
-        function()
-
-    threads = [Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def halves(module: nn.Sequential, x: Tensor, request: Request) -> Answer:
-    """Return the seconds of each half, of both in this thread, and of both in two threads, step by step."""
-    first, second = both_halves(module, x, request)
-    seconds: dict[str, list[float]] = {"first": [], "second": [], "one": [], "two": []}
-    for turn in range(request["warm_up"] + request["steps"]):
-        module.zero_grad()
-        times = [perf_counter()]
-        first()
-        times.append(perf_counter())
-        second()
-        times.append(perf_counter())
-        module.zero_grad()
-        start = perf_counter()
-        side_by_side(first, second)
-        end = perf_counter()
-        if turn >= request["warm_up"]:
-            seconds["first"].append(times[1] - times[0])
-            seconds["second"].append(times[2] - times[1])
-            seconds["one"].append(times[2] - times[0])
-            seconds["two"].append(end - start)
-    return {"seconds": seconds}
-
-
 def step(peer: str, request: Request) -> Answer:
     """Return the seconds of each step, and the loss of the last."""
     module = made("step", request["model"])
@@ -203,8 +117,6 @@ def step(peer: str, request: Request) -> Answer:
     usual = torch.get_num_threads()
     torch.set_num_threads(request["threads"])
     try:
-        if request["kind"] == "halves":
-            return halves(module, x, request)
         if request["kind"] != "step":
             module.to(devices[0])
         step_of = scheduled(module, x, request) if request["kind"] == "step" else one_by_one(module, x, request)

@@ -138,7 +138,6 @@ def plan() -> str:
 AIMS = {
     "limit": "Share of the recomputation limit on one device",
     "split": "The same, with the plain model in micro-batches",
-    "checkpoint_sequential": "Speed-up over checkpoint_sequential, equal memory",
     "original": "Speed-up over torchgpipe 0.0.7",
     "host": "The same where the host is the bottleneck",
 }

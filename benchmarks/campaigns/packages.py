@@ -197,24 +197,12 @@ def packages(result: dict[str, Any]) -> str:
     return table(lines, ["PyTorch", "Python", "tests passed", "skipped", "failed", "import torchgpipe, ms"])
 
 
-def import_times(result: dict[str, Any]) -> str:
-    """Return a table of all timed imports."""
-    lines = []
-    for row in result["rows"]:
-        for statement, times in row["imports"].items():
-            about = [row["torch"].partition("+")[0], row["python"], f"`{statement}`"]
-            lines.append([*about, *(shown(times[way]) for way in ("cpu", "wall"))])
-    return table(lines, ["PyTorch", "Python", "import", "CPU time, ms", "time, ms"])
-
-
 def notes(result: dict[str, Any]) -> list[str]:
     sizes = {name: f"{result[name]['bytes'] / KIB:.0f} KiB" for name in ("wheel", "sdist")}
     return [f"the wheel has {sizes['wheel']}, the source distribution {sizes['sdist']}"]
 
 
-PARTS = {
-    "packages": Part("packages", measure, {"packages": packages, "imports, after that of PyTorch": import_times}, notes)
-}
+PARTS = {"packages": Part("packages", measure, {"packages": packages}, notes)}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
+from benchmarks.models import gpt, resnet, resnet101, unet
 from tests.conftest import Pipe
 from tests.plain import outcome, plain_outcome
 
@@ -27,7 +27,6 @@ def image(*size: int) -> Tensor:
 
 TINY: dict[str, Callable[[], Made]] = {
     "resnet": lambda: (resnet([2, 1], num_classes=3, width=2).double(), image(16, 16)),
-    "amoebanet": lambda: (amoebanetd(3, num_layers=3, num_filters=16).double(), image(37, 37)),
     "unet": lambda: (unet(2, num_convs=2, base_channels=2).double(), image(9, 10)),
     "gpt": lambda: (gpt(vocabulary=11, layers=2, heads=2, width=8, context=5).double(), torch.randint(11, (4, 5))),
 }
@@ -52,8 +51,6 @@ def parameters(model: Callable[..., nn.Sequential], *args: Any) -> int:
 @pytest.mark.parametrize(
     "model, arguments, millions",
     [
-        (amoebanetd, (1000, 18, 208), 81.5),
-        (amoebanetd, (1000, 36, 544), 1060),
         (unet, (5, 6, 72), 362.2),
         (unet, (5, 24, 160), 7800),
     ],
@@ -114,8 +111,6 @@ def test_a_pipeline_trains_models_like_plain_ones(tiny: Made, pipe: Pipe, checkp
 @pytest.mark.parametrize(
     "make, says",
     [
-        (lambda: amoebanetd(10, 4, 16), "multiple of 3, but is 4"),
-        (lambda: amoebanetd(10, 3, 12), "multiple of 8, but is 12"),
         (lambda: unet(2, 2, 3), "base_channels is 3"),
         (lambda: unet(0, 2, 4), "but are 0 and 2"),
         (lambda: gpt(10, 1, 3, 8, 4), "multiple of 3, but is 8"),

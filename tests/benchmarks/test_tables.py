@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
 from benchmarks.tables import README, RESULTS_PAGE, TABLES, render
 
 PAGES = [README, RESULTS_PAGE]
@@ -36,9 +34,3 @@ def test_what_is_not_measured_yet_leaves_no_figures(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(TABLES, "sums", missing)
     assert render("<!-- table: sums -->\n| 0 |\n<!-- end -->") == "<!-- table: sums -->\n<!-- end -->"
-
-
-def test_every_picture_on_the_page_is_there() -> None:
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", RESULTS_PAGE.read_text())
-    assert pictures
-    assert all(Path(RESULTS_PAGE.parent, picture).is_file() for picture in pictures)

@@ -2,40 +2,17 @@
 
     python -m benchmarks.campaigns.architectures             # all, each in a process of its own: about an hour
     python -m benchmarks.campaigns.architectures llama gpt2 --seeds 5    # some, with more random cuts
-    python -m benchmarks.campaigns.architectures --plain     # whether the plain models run at all
-    python -m benchmarks.campaigns.architectures --export    # asks torch.distributed.pipelining to split them, too
 
 The modules for kinds of models fill the catalogue when this package is imported.
 """
 
-from benchmarks.campaigns.architectures import (
-    decoders,
-    detection,
-    diffusion,
-    encoder_decoders,
-    encoders,
-    image_libraries,
-    recurrent,
-    sparse,
-    speech,
-    vision,
-    vision_language,
-)
+from importlib import import_module
+
 from benchmarks.campaigns.architectures.catalogue import CATALOGUE, KINDS, Architecture
 
-__all__ = [
-    "CATALOGUE",
-    "KINDS",
-    "Architecture",
-    "decoders",
-    "detection",
-    "diffusion",
-    "encoder_decoders",
-    "encoders",
-    "image_libraries",
-    "recurrent",
-    "sparse",
-    "speech",
-    "vision",
-    "vision_language",
-]
+__all__ = ["CATALOGUE", "KINDS", "Architecture"]
+
+TEXT = "decoders", "encoder_decoders", "encoders", "recurrent", "sparse"
+IMAGES_AND_SOUND = "detection", "diffusion", "image_libraries", "speech", "vision", "vision_language"
+for name in (*TEXT, *IMAGES_AND_SOUND):
+    import_module(f"{__name__}.{name}")

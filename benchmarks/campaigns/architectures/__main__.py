@@ -53,8 +53,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file of lines of JSON: read first, then added to")
     parser.add_argument("--seeds", type=int, default=2, help="each gives two random cuts")
     parser.add_argument("--limit", type=float, default=180, help="seconds for each architecture")
-    parser.add_argument("--plain", action="store_true", help="only check the plain models")
-    parser.add_argument("--export", action="store_true", help="ask torch.distributed.pipelining to split them, too")
     parser.add_argument("--json", type=Path, default=RESULTS / "architectures.json")
     args = parser.parse_args()
     before = environment()
@@ -72,11 +70,9 @@ def main() -> None:
         progress(name)
         if name in known:
             continue
-        row = trial(name, {"seeds": args.seeds, "plain": args.plain}, args.limit)
-        if args.export:
-            row["export"] = trial(name, {"export": True}, args.limit).get("export", "no end, or the process ended")
+        row = trial(name, {"seeds": args.seeds}, args.limit)
         known[name] = row
-        print(f"    {row['verdict'][:300]}" + (f"    export: {row['export'][:120]}" if args.export else ""), flush=True)
+        print(f"    {row['verdict'][:300]}", flush=True)
         if args.out:
             with args.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -86,10 +82,9 @@ def main() -> None:
         "libraries": {library: version(library) for library in LIBRARIES},
         "rows": [{k: v for k, v in row.items() if k not in ("details", "trace")} for row in rows],
     }
-    if not args.plain:
-        print(f"\n{architectures(result)}\n\n{unsupported_models(result)}\n\n{supported_models(result)}")
-        if not args.names:
-            write(args.json, result)
+    print(f"\n{architectures(result)}\n\n{unsupported_models(result)}\n\n{supported_models(result)}")
+    if not args.names:
+        write(args.json, result)
 
 
 if __name__ == "__main__":

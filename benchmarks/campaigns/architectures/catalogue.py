@@ -17,7 +17,17 @@ from torch import Generator, Tensor, nn
 
 from benchmarks.campaigns.architectures.operators import register_missing
 
-__all__ = ["CATALOGUE", "KINDS", "Architecture", "Call", "add", "still", "transformers_model", "without_dropout"]
+__all__ = [
+    "CATALOGUE",
+    "ENCODER_DECODER",
+    "KINDS",
+    "Architecture",
+    "Call",
+    "add",
+    "still",
+    "transformers_model",
+    "without_dropout",
+]
 
 #: Positional and keyword arguments of one call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -37,6 +47,18 @@ KINDS = (
     "timm",
     "torchvision",
 )
+
+
+#: Of an encoder and a decoder that are as small as the rest.
+ENCODER_DECODER: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.campaigns.architectures.catalogue import add, transformers_model
+from benchmarks.campaigns.architectures.catalogue import ENCODER_DECODER, add, transformers_model
 from benchmarks.campaigns.architectures.data import images
 from benchmarks.campaigns.architectures.vision import PATCHES
 
@@ -56,13 +56,7 @@ DETR: dict[str, Any] = {
     "use_pretrained_backbone": False,
     "backbone": None,
     "backbone_config": BACKBONE,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
+    **ENCODER_DECODER,
     "num_queries": 6,
     "num_labels": CLASSES,
     "auxiliary_loss": True,
@@ -108,13 +102,7 @@ add(
         backbone_config={**STAGES, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
         decoder_config={
             "model_type": "detr",
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 40,
-            "decoder_ffn_dim": 40,
+            **ENCODER_DECODER,
             "num_queries": 6,
             "num_labels": CLASSES,
         },

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.campaigns.architectures.catalogue import add
+from benchmarks.campaigns.architectures.catalogue import ENCODER_DECODER, add
 from benchmarks.campaigns.architectures.data import all_labels, text
 from benchmarks.campaigns.architectures.decoders import language_model
 
@@ -31,16 +31,7 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
-BART = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "decoder_start_token_id": 2,
-}
+BART = {**ENCODER_DECODER, "decoder_start_token_id": 2}
 GEMMA = {
     "vocab_size": 99,
     "hidden_size": 32,

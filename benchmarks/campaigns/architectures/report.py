@@ -39,12 +39,10 @@ def unsupported_models(result: Mapping[str, Any]) -> str:
 
 
 def architectures(result: Mapping[str, Any]) -> str:
-    """Return a table of the numbers of architectures that are exact, and that an export can split, by kind."""
+    """Return a table of the numbers of architectures that are exact, by kind."""
     lines = []
     for kind in (*KINDS, ""):
         rows = _of(result, kind) if kind else list(result["rows"])
         if rows:
-            asked = [row["export"] for row in rows if "export" in row]
-            split = f"{asked.count('split')} of {len(asked)}" if asked else "not tried"
-            lines.append([kind or "all", len(rows), len(_exact(rows)), split])
-    return table(lines, ["kind", "tried", "exact", "split by export"])
+            lines.append([kind or "all", len(rows), len(_exact(rows))])
+    return table(lines, ["kind", "tried", "exact"])

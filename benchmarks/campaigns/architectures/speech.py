@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from benchmarks.campaigns.architectures.catalogue import add, transformers_model
+from benchmarks.campaigns.architectures.catalogue import ENCODER_DECODER, add, transformers_model
 from benchmarks.campaigns.architectures.data import all_labels, classes, noise, text
 
 __all__: list[str] = []
@@ -34,14 +34,6 @@ WAVES: dict[str, Any] = {
     "apply_spec_augment": False,
     "ctc_loss_reduction": "mean",
     "num_ctc_classes": 32,
-    "pad_token_id": 0,
-}
-CONFORMER: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
     "pad_token_id": 0,
 }
 
@@ -126,13 +118,7 @@ add(
     transformers_model(
         "WhisperForConditionalGeneration",
         vocab_size=99,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=40,
-        decoder_ffn_dim=40,
+        **ENCODER_DECODER,
         num_mel_bins=8,
         max_source_positions=20,
         max_target_positions=32,
@@ -151,13 +137,7 @@ add(
     transformers_model(
         "Speech2TextForConditionalGeneration",
         vocab_size=99,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=40,
-        decoder_ffn_dim=40,
+        **ENCODER_DECODER,
         input_feat_per_channel=8,
         conv_channels=16,
         max_source_positions=40,

@@ -196,46 +196,13 @@ def run(architecture: Architecture, ways: Callable[[], Iterator[Way]]) -> dict[s
     }
 
 
-def plain(architecture: Architecture) -> dict[str, Any]:
-    """Check the plain model: two runs are equal, gradients are there, and micro-batches add up to the mini-batch."""
-    rows = architecture.rows
-    start = time.perf_counter()
-
-    def run(chunks: int, seed: int) -> Run:
-        batch = architecture.inputs(rows, Generator().manual_seed(seed))
-        torch.manual_seed(seed)
-        return run_plain(architecture, architecture.build(), batch, rows, chunks)
-
-    first, second = run(CHUNKS, 0), run(CHUNKS, 0)
-    second.outputs.clear()
-    faults = compare(first, second)
-    largest = max((float(grad.abs().max()) for grad in first.gradients.values() if grad is not None), default=0.0)
-    if not 1e-4 < largest < 1e6:
-        faults.append(f"the largest gradient is {largest:.1e}")
-    return {
-        "name": architecture.name,
-        "kind": architecture.kind,
-        "verdict": f"differs: {'; '.join(faults[:3])}" if faults else "runs",
-        "additive": all(not compare(Run(run(CHUNKS, seed).loss), Run(run(1, seed).loss)) for seed in range(3)),
-        "missing": sum(grad is None for grad in first.gradients.values()),
-        "seconds": round(time.perf_counter() - start, 2),
-    }
-
-
 def main() -> None:
     name, options = sys.argv[1], json.loads(sys.argv[2])
     prepare()
     warnings.simplefilter("ignore")
     architecture = CATALOGUE[name]
     with in_float64():
-        if options.get("plain"):
-            result = plain(architecture)
-        elif options.get("export"):
-            from benchmarks.campaigns.architectures.export import export
-
-            result = export(architecture)
-        else:
-            result = run(architecture, lambda: iter([*WAYS, *_random_ways(options["seeds"])]))
+        result = run(architecture, lambda: iter([*WAYS, *_random_ways(options["seeds"])]))
     print(json.dumps(result))
 
 
