@@ -67,24 +67,6 @@ def lines(*layers: nn.Module) -> nn.Sequential:
 # ------------------------------------------------------------------------------------------------ what it computes
 
 
-@pytest.mark.parametrize("weight", [None, lambda target: (target != -100).sum()], ids=["by default", "given"])
-def test_the_mean_over_tokens(devices: Devices, weight: Any) -> None:
-    """Padded targets weigh nothing, also in a micro-batch of nothing else; the last micro-batch is smaller.
-
-    By default each row once weighed as much, and a micro-batch of nothing else was nan.
-    """
-    x, _ = data(rows=7)
-    y = torch.tensor([0, 1, -100, -100, 2, -100, 3])
-    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
-    plain = copy.deepcopy(module)
-    model = stepping(module, devices(2), loss_fn=F.cross_entropy, weight=weight)
-    loss = model.step(x, y)
-    expected = F.cross_entropy(plain(x), y)
-    expected.backward()
-    assert float(loss) == pytest.approx(float(expected.detach()))
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-
-
 def test_a_loss_function_that_is_a_module_is_no_layer(devices: Devices) -> None:
     x, y = data()
     model = stepping(mlp(), devices(4), loss_fn=nn.MSELoss())
@@ -191,32 +173,6 @@ def test_values_beside_the_loss_are_gathered_without_a_graph(devices: Devices, r
     model.weight = lambda target: float(target[0, 0] > 0)  # nothing, for some micro-batches
     with torch.no_grad():
         assert len(model.step(x, y)[1]["output"]) == rows
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_a_scaler_scales_gradients_and_not_the_loss(devices: Devices, checkpoint: str) -> None:
-    x, y = data()
-    model, plain = stepping(mlp(), devices(4), checkpoint=checkpoint), mlp()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-    ours, theirs = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
-    for _ in range(2):
-        loss = model.step(x, y, scaler=ours)
-        scaled = plain_step(
-            plain, list(x.chunk(4)), lambda i, out: theirs.scale(F.mse_loss(out, y.chunk(4)[i]) * (2 / 8))
-        )
-        assert torch.equal(loss * 1024, scaled.to(loss))
-        assert_equal(gradients(model), gradients(plain))
-        for scaler, optimizer in zip((ours, theirs), optimizers, strict=True):
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
-    before = copy.deepcopy(model.state_dict())
-    model.step(x, y * 1e400, scaler=ours)  # A step with infinite gradients is left out.
-    ours.step(optimizers[0])
-    ours.update()
-    assert ours.get_scale() == 512
-    assert_equal(model.state_dict(), before)
 
 
 @pytest.mark.on_late
