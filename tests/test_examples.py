@@ -184,30 +184,6 @@ def test_unet(tmp_path: Path, example: Example) -> None:
     assert "0 and 2" in out and "2 and 3" not in out  # three partitions
 
 
-# With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8, the skips are 4 x 2 x 8 x 8 from the first partition to the
-# last, and 4 x 4 x 4 x 4 to the second. The activations at the ends of partitions are 4 x 4 x 2 x 2 and 4 x 4 x 4 x 4.
-# A number has 4 bytes.
-LONG, SHORT, FIRST, SECOND = 2048, 1024, 256, 1024
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_what_a_unet_copies_is_counted(checkpoint: str, chunks: int) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("tqdm")
-    names = runpy.run_path(str(EXAMPLES / "unet.py"))
-    model = names["unet"](depth=2, width=2)
-    images, _ = names["draw_images"](4, 8, torch.Generator().manual_seed(0))
-    expected = {
-        "portals": {(0, 1): FIRST + SHORT, (0, 2): LONG, (1, 2): SECOND},
-        "tuples": {(0, 1): FIRST + SHORT + LONG, (1, 2): SECOND + LONG},
-    }
-    ways = {"portals": (model, images), "tuples": (names["without_portals"](model), (images,))}
-    for way, (layers, input) in ways.items():
-        devices = ["cpu:0", "cpu:1", "cpu:2"]
-        _, copied = names["counted_step"](layers, input, [2, 2, 2], devices, chunks, checkpoint)
-        assert copied == {**expected[way], **{(b, a): count for (a, b), count in expected[way].items()}}
-
-
 def test_mixed_precision(main: Callable[..., Any]) -> None:
     small, dtypes = "--steps 3 --batch 4 --context 8 --dtype", ("float32", "bfloat16", "float16")
     losses = {dtype: main("mixed_precision", f"{small} {dtype}", OF_MODEL) for dtype in dtypes}

@@ -219,29 +219,6 @@ def test_input_on_another_device_is_copied_to_the_first() -> None:
 # Modes and hooks
 
 
-def test_modes_freezing_and_visits_reach_the_layers(pipe: Pipe) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.5)))
-    model = pipe(module, [1, 1], chunks=2)
-    seen: list[Any] = []
-    for partition in model.partitions:
-        partition.register_forward_hook(lambda module, _args, _output: seen.append(module.training))
-    x = torch.randn(4, 2, requires_grad=True)
-    assert model.eval() is model
-    assert torch.equal(model(x), model(x))
-    assert not any([*seen, *[layer.training for layer in module.modules() if layer is not module]])
-    seen.clear()
-    model.train()(x)
-    assert all([*seen, *[layer.training for layer in module.modules()]])
-    visited: list[nn.Module] = []
-    model.apply(visited.append)
-    assert visited == [module[0], module[1][0], module[1], model]
-    model.requires_grad_(False)
-    assert not model(x.detach()).requires_grad
-    model(x).sum().backward()
-    assert x.grad is not None
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_hooks_act_once_per_call_on_the_model_and_for_each_micro_batch_inside(pipe: Pipe) -> None:
     model = pipe(make_model(3), [1, 2], chunks=3, checkpoint="never")
     calls: list[Any] = []

@@ -29,7 +29,6 @@ from tests.pipelined.helpers import (
 pytest.importorskip("transformers", minversion="5")
 peft = pytest.importorskip("peft")
 
-import torchgpipe  # noqa: E402
 from torchgpipe import pipelined  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("losses_in_float64")]
@@ -172,17 +171,6 @@ def test_adapters_below_bfloat16_are_in_float32(order: str) -> None:
         expected.backward()
         assert_close(loss, expected.detach(), 0.0)
         assert_close(gradients(ours), gradients(plain), 0.0)
-
-
-def test_a_plan_with_adapters_is_for_the_model_without_them() -> None:
-    """Where weights are loaded into the pipeline, adapters come last. The spine is the same without them."""
-    accelerate = pytest.importorskip("accelerate")
-    arguments = {"input_ids": sample("llama")["input_ids"], "labels": sample("llama")["labels"]}
-    with accelerate.init_empty_weights():
-        empty = peft.get_peft_model(llama(), lora())
-    plan = torchgpipe.plan(empty, arguments, batch=4, memory=[2**20, 2**20])
-    model = pipelined(llama(), arguments, balance=plan.balance, chunks=CHUNKS, devices=TWO)
-    assert_trains_alike(adapted(model, lora()), adapted(llama(), lora()))
 
 
 # --------------------------------------------------------------------------------------------- prompts that are trained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -137,18 +136,6 @@ def test_a_step_of_compiled_partitions(pipe: Pipe, schedule: str) -> None:
             assert parameter.grad is not None and torch.equal(model.get_parameter(name).grad, parameter.grad)
 
 
-def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> None:
-    model, x = pipe(blocks(2), [1, 1], chunks=2), data(4)
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x * 2).square().mean() + 1
-
-    assert torch.equal(torch.compile(loss, backend="eager")(x), loss(x))
-    torch.compiler.reset()
-    with pytest.raises(RuntimeError, match=r"return uncompiled\(self\.forward"):
-        torch.compile(loss, backend="eager", fullgraph=True)(x)
-
-
 # What layers may do in a pipeline, they may do compiled
 
 
@@ -270,20 +257,6 @@ def test_many_partitions_are_all_compiled(pipe: Pipe) -> None:
     model.compile(backend=graphs, fullgraph=True)  # which makes an error of giving up
     model(data(4)).sum().backward()
     assert graphs.count == 10
-
-
-def test_a_copy_of_a_compiled_pipeline_is_not_compiled(pipe: Pipe) -> None:
-    """As a copy of any module. It has its own layers."""
-    model = pipe(blocks(3), [2, 1], chunks=2)
-    graphs = Graphs()
-    model.compile(backend=graphs)
-    x = data(4)
-    for twin in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.zero_()
-        assert torch.equal(twin(x), x)
-    assert graphs.count == 0
 
 
 @workers
