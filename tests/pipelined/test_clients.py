@@ -108,13 +108,6 @@ def test_a_trainer_trains_as_it_trains_the_plain_model(scenario: str, tmp_path: 
     assert_fitted_alike(fit, tmp_path, in_pipeline(MODELS[name]()), MODELS[name](), **options)
 
 
-def test_frozen_layers(tmp_path: Path) -> None:
-    plain, ours = llama(), llama()
-    for model in (plain, ours):
-        model.model.layers[:2].requires_grad_(False)
-    assert_fitted_alike(with_transformers, tmp_path, in_pipeline(ours), plain)
-
-
 @pytest.mark.parametrize(
     ("fit", "options", "chunks"),
     [
