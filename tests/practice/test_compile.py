@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +19,6 @@ from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.skip.layers import pair
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.phase import enter_phase
-
-ROOT = Path(__file__).parent.parent.parent
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"), pytest.mark.slow]
@@ -191,31 +186,6 @@ def test_a_compiled_layer_asks_for_its_phase_at_every_run() -> None:
     for phase, expected in [((False, True), 2), ((True, False), 3), ((False, False), 5)]:
         with enter_phase(phase):
             assert layer(torch.ones(())) == expected
-
-
-# Who does not compile
-
-
-def test_the_compiler_is_not_imported_unasked() -> None:
-    """Its import takes longer than that of all the rest; a decorator of torch.compiler on our own code was enough."""
-    script = """if True:
-        import sys
-        import torch
-        from torch import nn
-        import torchgpipe, torchgpipe.pipe, torchgpipe_balancing
-        from torchgpipe.batchnorm import DeferredBatchNorm
-        assert "torch._dynamo" not in sys.modules, "at import"
-        layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 2))
-        model = torchgpipe.GPipe(layers, [2, 2], devices=["cpu:0", "cpu:1"], chunks=2, deferred_batch_norm=True)
-        model(torch.rand(4, 2)).sum().backward()
-        assert "torch._dynamo" not in sys.modules, "by a step"
-        with torch.inference_mode():
-            model.eval()(torch.rand(4, 2))
-        assert "torch._dynamo" not in sys.modules, "by evaluation"
-    """
-    command = [sys.executable, "-W", "error", "-c", script]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
 
 
 # How often
