@@ -131,11 +131,10 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     assert (tmp_path / "gain.svg").exists()
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
-def test_language_model_learns_the_same_under_a_schedule(schedule: str, tmp_path: Path, example: Example) -> None:
-    out = example("language_model", f"{demo(tmp_path)} --steps 3 --partitions 2 --schedule {schedule}", OF_MODEL)
+def test_language_model_learns_the_same_under_a_schedule(tmp_path: Path, example: Example) -> None:
+    out = example("language_model", f"{demo(tmp_path)} --steps 3 --partitions 2 --schedule ZeroBubble", OF_MODEL)
     assert re.search(r"difference +0\.000000 +0\.000000\n", out)
-    assert f"{schedule}, checkpoint='never'" in out
+    assert "ZeroBubble, checkpoint='never'" in out
     assert (tmp_path / "timeline.svg").exists()
 
 

@@ -50,10 +50,11 @@ class Way(NamedTuple):
     checkpoint: str
 
     def __call__(self, layers: nn.Sequential, **options: Any) -> Any:
-        if self.kind == "pipelined":
+        if self.kind.startswith("pipelined"):
             # Some layers below look at values, which the sample would be refused for.
             options = {"chunks": CHUNKS, "devices": self.devices, "balance": "parameters", "verify": False}
-            return pipelined(layers, data(2)[0].to(next(layers.parameters()).dtype), **options)
+            model = pipelined(layers, data(2)[0].to(next(layers.parameters()).dtype), **options)
+            return model if self.kind == "pipelined" else nn.Sequential(model)
         if self.kind == "Pipe":
             places = [device for device, count in zip(self.devices, BALANCE) for _ in range(count)]
             return Pipe(nn.Sequential(*map(WithDevice, layers, places)), CHUNKS, self.checkpoint)
@@ -66,7 +67,8 @@ GPIPES = [
     *(Way("GPipe", WORKERS, mode) for mode in ("always", "except_last", "never")),
 ]
 PIPES = [Way("Pipe", ["cpu"] * 3, "except_last"), Way("Pipe", WORKERS, "except_last")]  # return a reference
-PIPELINED = [Way("pipelined", WORKERS, "never")]
+# Lightning wraps a module around a model, and DistributedDataParallel around both.
+PIPELINED = [Way("pipelined", WORKERS, "never"), Way("pipelined, in a module", WORKERS, "never")]
 Case = Callable[[Way], None]
 CASES: dict[str, tuple[Case, list[Way]]] = {}
 
