@@ -26,7 +26,6 @@ from tests.layers import Apply, Weighted, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
-from torchgpipe.replay.phase import enter_phase
 
 MODES = ["always", "except_last", "never"]
 
@@ -162,13 +161,6 @@ def test_a_layer_that_does_not_always_run(pipe: Pipe, checkpoint: str) -> None:
     outcome(model, x)
     whole(x[[0, 1, 4, 5]])
     assert_same_statistics(model, whole)
-
-
-def test_a_recomputation_by_itself_does_not_count() -> None:
-    norm = convert(nn.BatchNorm1d(3), chunks=1)
-    with enter_phase((False, True)):
-        norm(torch.randn(4, 3))
-    assert_same_statistics(norm, nn.BatchNorm1d(3))
 
 
 # A mini-batch is a call of the pipeline
