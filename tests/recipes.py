@@ -159,14 +159,6 @@ def frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 
 
-def attention() -> nn.Module:
-    return With(nn.MultiheadAttention(2, 1, batch_first=True), lambda f, x: x + f(x, x, x, need_weights=False)[0])
-
-
-def recurrence() -> nn.Module:
-    return With(nn.LSTM(2, 2, batch_first=True), lambda lstm, x: lstm(x)[0])
-
-
 def evaluated(layer: nn.Module) -> nn.Module:
     """Keep a layer in eval mode, whatever the mode of the model."""
     layer.always_evaluated = True
@@ -282,9 +274,6 @@ RECIPES = [
     Recipe("batch norm, frozen", "image", "image", lambda: frozen(nn.BatchNorm1d(2))),
     Recipe("instance norm", "image", "image", lambda: nn.InstanceNorm1d(2), "not late"),
     Recipe("instance norm with all", "image", "image", lambda: nn.InstanceNorm1d(2, 1e-5, 0.1, True, True), "not late"),
-    Recipe("attention", "image", "image", attention, "not late"),
-    # A cell sums the gradients of time steps first.
-    Recipe("frozen recurrence", "image", "image", lambda: frozen(recurrence()), "not late"),
     # Layers of several tensors.
     Recipe("keep", "vector", "pair", lambda: Using(lambda f, x: (f(x), x)), "exact"),
     Recipe("same twice", "vector", "pair", lambda: Apply(lambda x: (x, x)), "exact"),
