@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -134,6 +136,14 @@ def with_accelerators(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     if config.getoption("--late") and not late.available():
         return "tests on the accelerator in host memory are left out: there is no C++ compiler"
+    return None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without tests on that accelerator in a run with ``--late``: libraries of clients take seconds."""
+    if config.getoption("--late") and collection_path.suffix == ".py":
+        marked = re.search(r"mark\.(on_)?late|needs_accelerator|NEEDS_ACCELERATOR", collection_path.read_text())
+        return None if marked else True
     return None
 
 

@@ -72,7 +72,7 @@ class Mutation(NamedTuple):
         """
         found: list[tuple[Path, str]] = []
         for path, source in sources.items():
-            if self.place.rpartition(".")[2] not in source:
+            if f" {self.place.rpartition('.')[2]}(" not in source:
                 continue
             tree = ast.parse(source)
             removal = _Removal(self.part)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import inspect
 import re
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +127,6 @@ def test_code_of_other_libraries_is_python() -> None:
             compile("\n" * (snippet.line - 1) + snippet.code, str(page), "exec")
 
 
-@pytest.mark.parametrize("page", RST, ids=lambda page: page.name)
-def test_code_is_not_wider_than_a_page(page: Path) -> None:
-    """At 1280 pixels a line of 90 letters fits; errors are wrapped, and a setup is not shown."""
-    text = re.sub(r"\.\. testsetup::\n\n(?:   .*\n|\n)+", "", page.read_text())
-    code = [snippet for snippet in snippets.in_rst(text) if not snippet.code.startswith(">>>")]
-    lines = [line for snippet in [*code, *snippets.of_others(text)] for line in snippet.code.splitlines()]
-    assert not [line for line in lines if len(line) > 90]
-
-
 def marked(page: Path) -> Any:
     """Return a page for `parametrize`; those that import a client take seconds."""
     imports = re.search(r"^ +(?:from|import) transformers\b", page.read_text(), flags=re.MULTILINE)
@@ -220,43 +209,6 @@ def test_figures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch
     for name, svg in importlib.import_module("figures").pictures():
         assert svg == committed.pop(name, None), f"{name}.svg is not what docs/figures.py draws"
     assert not committed, "nothing draws these"
-
-
-@pytest.fixture
-def conf(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the settings of Sphinx."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(ROOT / "docs" / "conf.py"))
-
-
-def test_the_copy_button_copies_the_input_of_a_session(conf: dict[str, Any]) -> None:
-    """From an error in a session, the copy button once took all lines except those marked as output."""
-    prompt = re.compile(conf["copybutton_prompt_text"])
-    assert conf["copybutton_prompt_is_regexp"] and not conf["copybutton_copy_empty_lines"]
-    sessions = [snippet.code for page in RST for snippet in snippets.in_rst(page.read_text()) if ">>>" in snippet.code]
-    assert sessions
-    for session in sessions:
-        copied = [line[match.end() :] for line in session.splitlines() if (match := prompt.match(line))]
-        examples = doctest.DocTestParser().get_examples(session)
-        assert "\n".join(copied) + "\n" == "".join(example.source for example in examples)
-
-
-def test_code_on_dark_pages_is_not_underlined(conf: dict[str, Any]) -> None:
-    """The `torch` of an import once looked like a link."""
-    styles = pytest.importorskip("pygments.styles")
-    tokens = pytest.importorskip("pygments.token")
-    style = styles.get_style_by_name(conf["pygments_dark_style"])
-    assert not style.style_for_token(tokens.Name.Namespace)["underline"]
-
-
-def test_letters_of_a_drawing_are_at_least_eleven_pixels_high(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a phone the letters were once seven pixels high."""
-    pytest.importorskip("sphinx")
-    pytest.importorskip("matplotlib")  # for the tables
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    house = importlib.import_module("house")
-    small = '<svg viewBox="0 0 600 100"><text font-size="14">a</text><text font-size="12.5">b</text></svg>'
-    assert house.least_width(small) == 528
 
 
 def without_numbers(text: str) -> str:

@@ -131,11 +131,10 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     assert (tmp_path / "gain.svg").exists()
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
-def test_language_model_learns_the_same_under_a_schedule(schedule: str, tmp_path: Path, example: Example) -> None:
-    out = example("language_model", f"{demo(tmp_path)} --steps 3 --partitions 2 --schedule {schedule}", OF_MODEL)
+def test_language_model_learns_the_same_under_a_schedule(tmp_path: Path, example: Example) -> None:
+    out = example("language_model", f"{demo(tmp_path)} --steps 3 --partitions 2 --schedule ZeroBubble", OF_MODEL)
     assert re.search(r"difference +0\.000000 +0\.000000\n", out)
-    assert f"{schedule}, checkpoint='never'" in out
+    assert "ZeroBubble, checkpoint='never'" in out
     assert (tmp_path / "timeline.svg").exists()
 
 
@@ -182,30 +181,6 @@ def test_unet(tmp_path: Path, example: Example) -> None:
     assert "mean IoU" in out and "no shapes" in out
     assert "The losses of the 2 steps differ by at most 0.0e+00" in out
     assert "0 and 2" in out and "2 and 3" not in out  # three partitions
-
-
-# With [2, 2, 2], depth 2, width 2 and 4 images of 8 x 8, the skips are 4 x 2 x 8 x 8 from the first partition to the
-# last, and 4 x 4 x 4 x 4 to the second. The activations at the ends of partitions are 4 x 4 x 2 x 2 and 4 x 4 x 4 x 4.
-# A number has 4 bytes.
-LONG, SHORT, FIRST, SECOND = 2048, 1024, 256, 1024
-
-
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_what_a_unet_copies_is_counted(checkpoint: str, chunks: int) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("tqdm")
-    names = runpy.run_path(str(EXAMPLES / "unet.py"))
-    model = names["unet"](depth=2, width=2)
-    images, _ = names["draw_images"](4, 8, torch.Generator().manual_seed(0))
-    expected = {
-        "portals": {(0, 1): FIRST + SHORT, (0, 2): LONG, (1, 2): SECOND},
-        "tuples": {(0, 1): FIRST + SHORT + LONG, (1, 2): SECOND + LONG},
-    }
-    ways = {"portals": (model, images), "tuples": (names["without_portals"](model), (images,))}
-    for way, (layers, input) in ways.items():
-        devices = ["cpu:0", "cpu:1", "cpu:2"]
-        _, copied = names["counted_step"](layers, input, [2, 2, 2], devices, chunks, checkpoint)
-        assert copied == {**expected[way], **{(b, a): count for (a, b), count in expected[way].items()}}
 
 
 def test_mixed_precision(main: Callable[..., Any]) -> None:

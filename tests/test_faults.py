@@ -258,18 +258,6 @@ def test_the_traceback_leads_into_the_layer(pipe: Pipe, plan: Plan, phase: str) 
     assert caught.value.__context__ is None
 
 
-@every_phase
-@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_any_exception_is_raised_as_it_is(pipe: Pipe, plan: Plan, kind: type[BaseException], phase: str) -> None:
-    """The caller gets the same instance, whatever exception it is."""
-    model = pipe(build(plan, 2), [2, 2], chunks=2, checkpoint="always")
-    error = kind(*ERRORS[kind])
-    plan.add((0, 1), phase, error)
-    with pytest.raises(kind) as caught:
-        step(model, 2)
-    assert caught.value is error
-
-
 def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
     """The first note tells the place in the inner pipeline, the second the place in the outer one."""
     inner = pipe(build(plan, 2), [2, 2], chunks=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +118,3 @@ def test_no_page_installs_the_package_from_the_index() -> None:
         pages += (ROOT / folder).rglob(f"*.{suffix}")
     sent = re.compile(r"torchgpipe\[\w|pip install '?torchgpipe(?!-)")
     assert [page.name for page in pages if sent.search(page.read_text())] == []
-
-
-def test_the_package_is_typed_and_contains_nothing_else() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["torchgpipe*", "torchgpipe_balancing*"]
-    assert project["tool"]["setuptools"]["package-data"] == {"*": ["py.typed"]}
-    for package in ("torchgpipe", "torchgpipe_balancing"):
-        assert (ROOT / package / "py.typed").exists()

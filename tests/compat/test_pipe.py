@@ -7,9 +7,7 @@ Parameters can only be on one kind of CPU device. So these tests place layers wi
 from __future__ import annotations
 
 import copy
-import pickle
 import re
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,7 +26,7 @@ from tests.layers import Apply, Using
 from tests.plain import Outcome, assert_same, outcome, run_plain, tensors
 from tests.skip.layers import pair
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.pipe import BalanceError, LocalRRef, NoChunk, Pipe, PipeSequential, WithDevice
+from torchgpipe.pipe import LocalRRef, NoChunk, Pipe, PipeSequential, WithDevice
 
 MODES = ["always", "except_last", "never"]
 
@@ -155,35 +153,6 @@ def bare_of(value: Any) -> Any:
     return type(value)(bare_of(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
-@pytest.mark.usefixtures("no_collection")
-def test_a_value_that_is_not_a_tensor_is_freed_after_its_last_use(devices: Devices, checkpoint: str) -> None:
-    """A micro-batch holds the object in its structure. A checkpoint holds the structure until its graph is freed."""
-
-    class Settings:
-        scale = 2.0
-
-    layers = [Apply(lambda x, s: (x * s.scale, s)), Apply(lambda x, s: x + s.scale)]
-    model = Pipe(placed(layers, devices(2)), 2, checkpoint)
-    settings = Settings()
-    alive = weakref.ref(settings)
-    output = value_of(model, torch.rand(4, 3, requires_grad=True), settings)
-    output.sum().backward()
-    del settings
-    assert (alive() is None) == (checkpoint == "never")
-    del output
-    assert alive() is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["workers"], indirect=True)
-def test_a_compiled_function_that_calls_a_pipe_gets_one_reference(devices: Devices) -> None:
-    model = Pipe(placed(layers(), devices(5)), 2)
-    x = torch.rand(4, 3)
-    expected = value_of(model, x)
-    for compiled in (torch.compile(model, backend="eager"), torch.compile(lambda x: model(x), backend="eager")):
-        assert torch.equal(compiled(x).local_value(), expected)
-
-
 # Where layers are
 
 
@@ -303,11 +272,6 @@ def test_what_is_refused(call: Callable[[], Any], error: type[Exception], text: 
     assert re.search(text, " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))
 
 
-def test_what_is_not_refused() -> None:
-    Pipe(nn.Sequential(WithDevice(Scattered(), "cpu:1")))  # one device for the whole layer
-    assert issubclass(BalanceError, ValueError)
-
-
 # Arguments
 
 
@@ -329,18 +293,6 @@ def test_layers_of_a_nested_sequential_are_layers_of_the_pipeline(checkpoint: st
     with pytest.raises(TypeError) as caught:
         model(x)
     assert "partition 1 (layers '2.0'..'2.1') on cpu:1, during forward" in caught.value.__notes__[0]
-
-
-def test_a_subclass_of_sequential_runs_as_it_says() -> None:
-    class Reversed(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in reversed(self):
-                x = layer(x)
-            return x
-
-    plain = Reversed(nn.Linear(3, 3), nn.Tanh())
-    x = torch.rand(2, 3)
-    assert torch.equal(value_of(Pipe(nn.Sequential(plain)), x), plain(x))
 
 
 def test_keyword_inputs_are_those_of_the_first_layer(devices: Devices, checkpoint: str) -> None:
@@ -386,13 +338,6 @@ def test_a_sequence_of_one_stays_a_sequence() -> None:
         assert torch.equal(output, x)
     output, n = value_of(Pipe(nn.Sequential(Apply(lambda x: (x, len(x))))), x)
     assert n == [4], "one micro-batch is listed too"
-
-
-def test_an_empty_pipeline_returns_its_input() -> None:
-    model = Pipe(nn.Sequential())
-    assert value_of(model, torch.tensor([42])) == torch.tensor([42])
-    with pytest.raises(TypeError, match="tensor"):
-        model(42)
 
 
 # The reference
@@ -479,16 +424,6 @@ def test_a_state_dict_of_the_removed_pipe_can_be_loaded() -> None:
             assert torch.equal(tensor, state[name]), name
 
 
-def test_a_state_dict_of_the_original_gpipe_can_be_loaded() -> None:
-    """The keys look alike, but the number of the partition is followed by the layer's name."""
-    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 3))
-    state = module.state_dict()
-    old = {f"partitions.{0 if name.startswith('0') else 1}.{name}": torch.ones_like(x) for name, x in state.items()}
-    model = Pipe(module)
-    model.load_state_dict(old)
-    assert all([bool((tensor == 1).all()) for tensor in model.state_dict().values()])
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("theirs", [["0.0"], ["0.0", "1.0", "1.1"], ["0.1", "1.0", "1.1"]])
 def test_a_state_dict_of_another_number_of_layers_is_refused(theirs: list[str], strict: bool) -> None:
@@ -508,34 +443,6 @@ def test_layers_are_taken_by_their_order_where_names_would_exchange_them() -> No
     model = Pipe(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)))
     model.load_state_dict({"partitions.0.1.weight": torch.zeros(1, 1), "partitions.1.0.weight": torch.ones(1, 1)})
     assert [layer.weight.item() for layer in model] == [0, 1]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_pipeline_works(devices: Devices, copied: Callable[[Pipe], Pipe]) -> None:
-    plain = [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())]
-    model = copied(Pipe(placed(copy.deepcopy(plain), devices(2)), chunks=2))
-    x = torch.rand(4, 3, requires_grad=True)
-    assert_same(pipe_outcome(model, x), plain_outcome(plain, x, chunks=2))
-
-
-def test_unwrapping_gives_layers_that_run_alone_and_can_be_wrapped_again() -> None:
-    model = Pipe(placed([nn.Linear(3, 3), Fork(), Join()], ["cpu:0", "cpu:1", "cpu:1"]))
-    x = torch.rand(4, 3)
-    expected = value_of(model, x)
-    module = model.unwrap()
-    assert torch.equal(module(x), expected)
-    assert torch.equal(value_of(Pipe(module), x), expected)
-    with pytest.raises(RuntimeError, match="this Pipe has been unwrapped"):
-        model(x)
-
-
-def test_a_replaced_layer_is_the_one_that_runs() -> None:
-    model = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Tanh())), chunks=2)
-    model.set_submodule("1.0", nn.Sigmoid())
-    model.get_submodule("1")[1] = nn.ReLU()
-    x = torch.rand(4, 3)
-    expected = torch.cat([model[0](part).sigmoid().relu() for part in x.chunk(2)])
-    assert torch.equal(value_of(model, x), expected)
 
 
 # PipeSequential alone

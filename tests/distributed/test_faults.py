@@ -78,13 +78,13 @@ def check(said: list[str], victim: int, step: int) -> None:
 
 
 #: What happens, to which process, after how many micro-batches, the step, and a neighbour.
-FAULTS = [("is killed", 0, 9, 3, 1), ("is killed", 3, 9, 3, 2), ("raises", 2, 6, 2, 3), ("hangs", 1, 5, 2, 2)]
+FAULTS = [("is killed", 0, 9, 3, 1), ("is killed", 3, 9, 3, 2), ("raises", 2, 6, 2, 3)]
 
 
 @pytest.mark.parametrize(("kind", "victim", "after", "step", "neighbour"), FAULTS)
 def test_all_others_end(kind: str, victim: int, after: int, step: int, neighbour: int) -> None:
     layer = {[1, 3, 4, 6][victim]: Faulty(kind, victim, after)}
-    said = launch(4, learn, [2, 2, 2, 1], layer, timeout=3.0 if kind == "hangs" else 20.0, victim=victim)
+    said = launch(4, learn, [2, 2, 2, 1], layer, victim=victim)
     check(said, victim, step)
     assert kind != "is killed" or f"from rank {victim}," in said[neighbour], said
 

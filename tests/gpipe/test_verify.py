@@ -54,19 +54,3 @@ def test_a_layer_that_couples_rows(pipe: Pipe) -> None:
     table = model.verify(torch.randn(4, 4))
     assert "a layer couples the rows" in table.faults[0]
     assert str(table).endswith(table.faults[0])
-
-
-def test_parameters_of_a_class_of_ones_own(pipe: Pipe) -> None:
-    """Their stand-ins were plain parameters, and the layers failed."""
-
-    class Angle(nn.Parameter):
-        def turned(self) -> torch.Tensor:
-            return self.cos()
-
-    def layer() -> nn.Module:
-        turned = Apply(lambda x: x)
-        turned.angle = Angle(torch.ones(4))
-        turned.forward = lambda x: x * turned.angle.turned()  # type: ignore[method-assign, union-attr, operator]
-        return turned
-
-    assert pipe(nn.Sequential(layer(), layer()), [1, 1], chunks=2).verify(torch.randn(4, 4)).is_equal

@@ -26,7 +26,6 @@ from tests.layers import Apply, Weighted, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm, mini_batch
-from torchgpipe.replay.phase import enter_phase
 
 MODES = ["always", "except_last", "never"]
 
@@ -164,13 +163,6 @@ def test_a_layer_that_does_not_always_run(pipe: Pipe, checkpoint: str) -> None:
     assert_same_statistics(model, whole)
 
 
-def test_a_recomputation_by_itself_does_not_count() -> None:
-    norm = convert(nn.BatchNorm1d(3), chunks=1)
-    with enter_phase((False, True)):
-        norm(torch.randn(4, 3))
-    assert_same_statistics(norm, nn.BatchNorm1d(3))
-
-
 # A mini-batch is a call of the pipeline
 
 
@@ -272,29 +264,6 @@ def test_mini_batch() -> None:
         pass
 
 
-def test_calls_of_a_pipeline_in_a_mini_batch(pipe: Pipe, checkpoint: str) -> None:
-    """Gradients are accumulated over several calls: one mini-batch for the statistics and for the optimizer."""
-    model, whole = deferred(pipe, checkpoint, nn.BatchNorm1d(3), twice(nn.BatchNorm1d(3)))
-    x = data(24, 3)
-    with mini_batch(2):
-        for part in x.chunk(2):
-            model(part).sum().backward()
-    track_whole(whole, x, 6)
-    assert_same_statistics(model, whole)
-
-
-def test_cast_between_runs() -> None:
-    whole = nn.BatchNorm1d(3)
-    ours = convert(copy.deepcopy(whole), chunks=3)
-    x = data(9, 3).detach()
-    ours(x[:3].float())
-    ours.double()(x[3:6])
-    ours.float()(x[6:].float())
-    whole(x.float())
-    assert ours.running_mean.dtype == torch.float32
-    assert_same_statistics(ours, whole, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("forget", [
     lambda norm: norm.reset_running_stats(),
     lambda norm: norm.load_state_dict(nn.BatchNorm1d(3).state_dict()),
@@ -309,17 +278,6 @@ def test_unfinished_mini_batches_are_forgotten(forget: Callable[[nn.Module], obj
         ours(part)
     whole(x)
     assert_same_statistics(ours, whole)
-
-
-def test_made_by_hand() -> None:
-    norm = DeferredBatchNorm(3, 1e-4, 0.2, False, 4, dtype=torch.float64)
-    assert (norm.eps, norm.momentum, norm.weight, norm.chunks) == (1e-4, 0.2, None, 4)
-    assert list(norm.state_dict()) == ["running_mean", "running_var", "num_batches_tracked"]
-    assert repr(norm).endswith("chunks=4)")
-    for shape in [(8, 3), (8, 3, 2), (8, 3, 2, 2)]:
-        assert norm(data(*shape)).shape == shape
-    with pytest.raises(ValueError, match="at least 2D"):
-        norm(torch.zeros(3))
 
 
 # Numbers
@@ -435,14 +393,6 @@ def test_the_callers_module_is_not_changed_and_shares_all_state(pipe: Pipe) -> N
     assert module[1].weight.dtype == torch.float64
 
 
-def test_from_the_meta_device() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    model = GPipe(module, [1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
-    model(torch.randn(6, 3)).sum().backward()
-    assert not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
-
-
 def test_a_norm_in_two_places_stays_one() -> None:
     norm, block = nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3))
     module = nn.ModuleList([nn.Sequential(norm, block), nn.ModuleList([block, norm])])
@@ -539,14 +489,6 @@ def test_state_dicts_of_the_original_load(pipe: Pipe, prefix: str) -> None:
     assert given.keys() == {*state, *extra}  # the caller's dict
     with pytest.raises(RuntimeError, match="another"):
         model.load_state_dict({**given, prefix + "1.another": torch.ones(3)})
-
-
-def test_a_subclass_may_have_a_buffer_of_such_a_name() -> None:
-    norm = nn.BatchNorm1d(3)
-    norm.register_buffer("sum", torch.zeros(3))
-    ours = convert(norm)
-    ours.load_state_dict({**ours.state_dict(), "sum": torch.ones(3)})
-    assert ours.sum.tolist() == [1, 1, 1]
 
 
 def test_nothing_is_kept_after_a_call(pipe: Pipe, checkpoint: str) -> None:

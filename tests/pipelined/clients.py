@@ -8,7 +8,6 @@ at the one under ``resume``. The options are settings of the trainer. What is lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def with_transformers(
     **options: Any,
 ) -> dict[str, list[float]]:
     """Train for four steps on ``count`` rows, and evaluate."""
-    own = {key: options.pop(key) for key in ("compute_metrics", "compute_loss_func") if key in options}
+    own = {"compute_metrics": options.pop("compute_metrics", None)}
     settings = {"max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     settings |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     settings |= {"disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
@@ -187,7 +186,6 @@ def with_lightning(
     save: Path | None = None,
     resume: Path | None = None,
     kind: type[Task] = Task,
-    strategy: Callable[[], Any] | None = None,
     averages: bool = False,
     **options: Any,
 ) -> dict[str, list[float]]:
@@ -196,7 +194,7 @@ def with_lightning(
 
     task = kind(model)
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0}
-    settings |= {"max_epochs": 1 if save else 2, "strategy": strategy() if strategy else "auto"}
+    settings |= {"max_epochs": 1 if save else 2}
     settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings |= {"enable_checkpointing": averages}
     if averages:  # by copies of the whole module

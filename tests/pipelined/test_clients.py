@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.distributed.launch import launch
 from tests.pipelined.clients import (
@@ -57,12 +57,6 @@ def assert_fitted_alike(
     assert_close(ours.state_dict(), plain.state_dict(), tolerance)
 
 
-def of_all_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss of the user's, which the Trainer gives the number of all labels that are accumulated."""
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
-
-
 def right(prediction: Any) -> dict[str, float]:
     scores = prediction.predictions
     scores = scores[0] if isinstance(scores, tuple) else scores
@@ -85,23 +79,17 @@ SCENARIOS: dict[str, tuple[Fit, str, dict[str, Any]]] = {
     # Trainer gives their number to the encoder as well, which takes the mean of its rows nevertheless.
     "accumulation": (with_transformers, "llama", THRICE | EVALUATES),
     "accumulation, a mean of rows": (with_transformers, "bert", THRICE),
-    "accumulation, a loss of the user": (with_transformers, "llama", {**THRICE, "compute_loss_func": of_all_items}),
-    "accumulation, by steps": (with_transformers, "llama", {**THRICE, "kind": StepTrainer, "max_grad_norm": 0.1}),
-    "by steps": (with_transformers, "llama", {"kind": StepTrainer}),
     # Norms are logged as they are before clipping.
-    "clipping": (with_transformers, "llama", {"max_grad_norm": 0.01, "optim": "sgd", "learning_rate": 10.0}),
+    "accumulation, by steps, clipped": (
+        with_transformers,
+        "llama",
+        {**THRICE, "kind": StepTrainer, "max_grad_norm": 0.1},
+    ),
     # The Trainer computes this loss from the logits, outside of the model.
-    "smoothed labels": (with_transformers, "llama", {"label_smoothing_factor": 0.1}),
-    "smoothed labels of rows": (with_transformers, "bert", {"label_smoothing_factor": 0.1}),
+    "smoothed labels": (with_transformers, "bert", {"label_smoothing_factor": 0.1}),
     "the best model": (with_transformers, "gpt2", BEST),
     # The model's own, switched on by the Trainer after the model has become a pipeline.
     "checkpointing": (with_transformers, "llama", {"activation_checkpointing": True}),
-    "checkpointing, reentrant": (
-        with_transformers,
-        "llama",
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    ),
-    "accelerate": (with_accelerate, "llama", {}),
     # The gradients of the last mini-batch stand alone.
     "accelerate, accumulated and clipped": (with_accelerate, "llama", {**TWICE, "clip": 0.1}),
     "Lightning, accumulated and clipped": (
@@ -118,13 +106,6 @@ SCENARIOS: dict[str, tuple[Fit, str, dict[str, Any]]] = {
 def test_a_trainer_trains_as_it_trains_the_plain_model(scenario: str, tmp_path: Path) -> None:
     fit, name, options = SCENARIOS[scenario]
     assert_fitted_alike(fit, tmp_path, in_pipeline(MODELS[name]()), MODELS[name](), **options)
-
-
-def test_frozen_layers(tmp_path: Path) -> None:
-    plain, ours = llama(), llama()
-    for model in (plain, ours):
-        model.model.layers[:2].requires_grad_(False)
-    assert_fitted_alike(with_transformers, tmp_path, in_pipeline(ours), plain)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +131,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_model(fit: Fit, tmp_path: Pat
     fit(whole, tmp_path)
     for name, saving in (("ours", in_pipeline(llama())), ("plain", llama())):
         fit(saving, tmp_path, save=tmp_path / name)
-    for name, resumed in (("ours", in_pipeline(llama())), ("plain", in_pipeline(llama())), ("ours", llama())):
+    for name, resumed in (("plain", in_pipeline(llama())), ("ours", llama())):
         fit(resumed, tmp_path, resume=tmp_path / name)
         assert_close(resumed.state_dict(), whole.state_dict())
 
@@ -184,22 +165,16 @@ def fit_in_two_processes() -> bool:
 
     What DistributedDataParallel itself does around a pipelined model is in `tests/practice/test_ddp.py`.
     """
-    from lightning.pytorch.strategies import DDPStrategy
-
     warnings.simplefilter("error")
-    for message in ("`isinstance.treespec, LeafSpec.`", "The '.*_dataloader'", "It is recommended to use `self.log.*"):
-        warnings.filterwarnings("ignore", message=message)
     rank = str(dist.get_rank())
     # By these, clients know their rank; the group is there already.
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"ddp_find_unused_parameters": False, "count": 32, **TWICE}
-    gloo = {"devices": WORLD, "strategy": lambda: DDPStrategy(process_group_backend="gloo")}
     with losses_in_float64(), tempfile.TemporaryDirectory() as folder:
         gpt2 = MODELS["gpt2"]
         assert_fitted_alike(with_transformers, Path(folder), in_pipeline(gpt2()), gpt2(), **options)
-        assert_fitted_alike(with_lightning, Path(folder), in_pipeline(llama()), llama(), **gloo)
     return True
 
 

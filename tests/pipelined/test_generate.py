@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipelined.helpers import VOCABULARY, assert_close, assert_trains_alike, gpt2, in_pipeline, llama, t5
+from tests.pipelined.helpers import VOCABULARY, assert_close, gpt2, in_pipeline, llama, t5
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -53,8 +53,9 @@ def generate(model: Any, name: str, rows: int = 3, **options: Any) -> torch.Tens
     return tokens
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*[("llama", one) for one in STRATEGIES], ("gpt2", "beams, static cache"), ("t5", "beams")]
+)
 def test_generated_tokens(name: str, strategy: str) -> None:
     model = in_pipeline(GENERATORS[name]()).eval()
     expected = generate(GENERATORS[name]().eval(), name, **STRATEGIES[strategy])
@@ -93,16 +94,6 @@ def test_scores_states_and_streams() -> None:
     assert streams[0] == streams[1]
     for one, other in zip((ours.scores, *ours.hidden_states), (expected.scores, *expected.hidden_states), strict=True):
         assert_close(dict(enumerate(one)), dict(enumerate(other)))
-
-
-def test_between_training_steps() -> None:
-    """A sample is generated as training goes on, which remains the plain model's."""
-    models = in_pipeline(llama()), llama()
-    for step in range(3):
-        assert_trains_alike(*models, steps=1, seed=step)
-        for one in models:
-            one.zero_grad()
-        assert torch.equal(*[generate(one, "llama", do_sample=False) for one in models])
 
 
 def test_a_draft_of_the_pipeline_is_accepted_by_the_plain_model() -> None:

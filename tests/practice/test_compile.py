@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +19,6 @@ from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.skip.layers import pair
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
 from torchgpipe.replay.phase import enter_phase
-
-ROOT = Path(__file__).parent.parent.parent
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
 pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"), pytest.mark.slow]
@@ -137,18 +131,6 @@ def test_a_step_of_compiled_partitions(pipe: Pipe, schedule: str) -> None:
             assert parameter.grad is not None and torch.equal(model.get_parameter(name).grad, parameter.grad)
 
 
-def test_a_compiled_training_step_leaves_the_pipeline_as_it_is(pipe: Pipe) -> None:
-    model, x = pipe(blocks(2), [1, 1], chunks=2), data(4)
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x * 2).square().mean() + 1
-
-    assert torch.equal(torch.compile(loss, backend="eager")(x), loss(x))
-    torch.compiler.reset()
-    with pytest.raises(RuntimeError, match=r"return uncompiled\(self\.forward"):
-        torch.compile(loss, backend="eager", fullgraph=True)(x)
-
-
 # What layers may do in a pipeline, they may do compiled
 
 
@@ -206,31 +188,6 @@ def test_a_compiled_layer_asks_for_its_phase_at_every_run() -> None:
             assert layer(torch.ones(())) == expected
 
 
-# Who does not compile
-
-
-def test_the_compiler_is_not_imported_unasked() -> None:
-    """Its import takes longer than that of all the rest; a decorator of torch.compiler on our own code was enough."""
-    script = """if True:
-        import sys
-        import torch
-        from torch import nn
-        import torchgpipe, torchgpipe.pipe, torchgpipe_balancing
-        from torchgpipe.batchnorm import DeferredBatchNorm
-        assert "torch._dynamo" not in sys.modules, "at import"
-        layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 2))
-        model = torchgpipe.GPipe(layers, [2, 2], devices=["cpu:0", "cpu:1"], chunks=2, deferred_batch_norm=True)
-        model(torch.rand(4, 2)).sum().backward()
-        assert "torch._dynamo" not in sys.modules, "by a step"
-        with torch.inference_mode():
-            model.eval()(torch.rand(4, 2))
-        assert "torch._dynamo" not in sys.modules, "by evaluation"
-    """
-    command = [sys.executable, "-W", "error", "-c", script]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 # How often
 
 
@@ -270,20 +227,6 @@ def test_many_partitions_are_all_compiled(pipe: Pipe) -> None:
     model.compile(backend=graphs, fullgraph=True)  # which makes an error of giving up
     model(data(4)).sum().backward()
     assert graphs.count == 10
-
-
-def test_a_copy_of_a_compiled_pipeline_is_not_compiled(pipe: Pipe) -> None:
-    """As a copy of any module. It has its own layers."""
-    model = pipe(blocks(3), [2, 1], chunks=2)
-    graphs = Graphs()
-    model.compile(backend=graphs)
-    x = data(4)
-    for twin in [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]:
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.zero_()
-        assert torch.equal(twin(x), x)
-    assert graphs.count == 0
 
 
 @workers

@@ -50,10 +50,11 @@ class Way(NamedTuple):
     checkpoint: str
 
     def __call__(self, layers: nn.Sequential, **options: Any) -> Any:
-        if self.kind == "pipelined":
+        if self.kind.startswith("pipelined"):
             # Some layers below look at values, which the sample would be refused for.
             options = {"chunks": CHUNKS, "devices": self.devices, "balance": "parameters", "verify": False}
-            return pipelined(layers, data(2)[0].to(next(layers.parameters()).dtype), **options)
+            model = pipelined(layers, data(2)[0].to(next(layers.parameters()).dtype), **options)
+            return model if self.kind == "pipelined" else nn.Sequential(model)
         if self.kind == "Pipe":
             places = [device for device, count in zip(self.devices, BALANCE) for _ in range(count)]
             return Pipe(nn.Sequential(*map(WithDevice, layers, places)), CHUNKS, self.checkpoint)
@@ -66,7 +67,8 @@ GPIPES = [
     *(Way("GPipe", WORKERS, mode) for mode in ("always", "except_last", "never")),
 ]
 PIPES = [Way("Pipe", ["cpu"] * 3, "except_last"), Way("Pipe", WORKERS, "except_last")]  # return a reference
-PIPELINED = [Way("pipelined", WORKERS, "never")]
+# Lightning wraps a module around a model, and DistributedDataParallel around both.
+PIPELINED = [Way("pipelined", WORKERS, "never"), Way("pipelined, in a module", WORKERS, "never")]
 Case = Callable[[Way], None]
 CASES: dict[str, tuple[Case, list[Way]]] = {}
 
@@ -277,42 +279,6 @@ def layers_checkpoint_their_activations(way: Way) -> None:
             trial.check()
 
 
-@case(*PIPELINED)
-def the_pipeline_runs_and_a_copy_of_it_by_itself(way: Way) -> None:
-    trial = Trial(way)
-    copied = copy.deepcopy(trial.layers)
-    rows: list[int] = []
-    copied[2].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    x, y = data(12)
-    model = DistributedDataParallel(copied)
-    loss_of(model(half(x)), half(y)).backward()
-    assert rows == [2] * CHUNKS
-    assert all(gradient is None for gradient in gradients(trial.layers).values())
-    trial.step(x, y)
-    torch.testing.assert_close(gradients(copied), gradients(trial.layers))
-    trial.check()
-
-
-@case(*GPIPES)
-def layers_in_ddp(way: Way) -> None:
-    """A single thread keeps the order of the layers' messages. Several threads do not, so they are refused."""
-    layers, plain = build(), build()
-    layers[2] = DistributedDataParallel(layers[2])
-    if len(set(way.devices)) > 1:
-        with pytest.raises(ValueError, match=r"DistributedDataParallel\(GPipe\(\.\.\.\)\)"):
-            way(layers)
-        return
-    model = way(layers)
-    for step, size in enumerate([12, 4, 12]):
-        x, y = data(size, step)
-        model.zero_grad()
-        plain.zero_grad()
-        loss_of(model(half(x)), half(y)).backward()
-        loss_of(plain(x), y).backward()
-        for name, expected in gradients(plain[2]).items():
-            torch.testing.assert_close(model.get_parameter(f"2.module.{name}").grad, expected)
-
-
 # Statistics of batch norms
 
 
@@ -450,9 +416,14 @@ def what_would_wait_for_ever_is_refused(way: Way) -> None:
     def sync() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3)), nn.Tanh())
 
-    if len(set(way.devices)) == 1:
+    inside = build()
+    inside[2] = DistributedDataParallel(inside[2])
+    if len(set(way.devices)) == 1:  # A single thread keeps the order of the layers' messages.
+        way(inside)
         GPipe(sync(), [1, 1, 1], devices=way.devices)
         return
+    with pytest.raises(ValueError, match=r"DistributedDataParallel\(GPipe\(\.\.\.\)\)"):
+        way(inside)
     with pytest.raises(ValueError, match="deferred_batch_norm=True"):
         GPipe(sync(), [1, 1, 1], devices=way.devices)
     model = GPipe(build(), BALANCE, devices=way.devices)

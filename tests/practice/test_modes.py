@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from tests.conftest import Pipe
 from tests.layers import Using
@@ -58,15 +58,6 @@ def test_layers_are_frozen_and_thawed_between_steps(pipe: Pipe, checkpoint: str)
             for k, layer in enumerate(layers):
                 layer.requires_grad_(k in thawed)
         assert_same(outcome(model, x), plain_outcome(module, x, chunks=2))
-
-
-def test_backward_within_the_block_that_saves_on_the_cpu(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:
-    """`replay/test_ambient.py` has the block around the call alone."""
-    x = data(6)
-    expected = plain_outcome(copy.deepcopy(module), x, chunks=3)
-    model = pipe(module, [3, 2], chunks=3, checkpoint=checkpoint)
-    with save_on_cpu():
-        assert_same(outcome(model, x), expected)
 
 
 def test_all_that_is_saved_goes_through_the_hooks(pipe: Pipe, module: nn.Sequential, checkpoint: str) -> None:

@@ -1,7 +1,7 @@
-"""Training recipes: optimizers, schedules, clipping, accumulation and mixed precision.
+"""Training with clipping, a schedule, accumulation and mixed precision, and optimizers that step in backward.
 
-Each trains a pipeline as it trains the plain model, to the last bit, including steps that are skipped because a
-gradient overflows.
+A pipeline is trained as the plain model is, to the last bit, including steps that are skipped because a gradient
+overflows. `pipelined/test_clients.py` has trainers and their settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, lr_scheduler
 
 from tests.accelerator import DEVICE, KIND, needs_accelerator
@@ -97,9 +97,7 @@ def train(layers: nn.Sequential, recipe: Recipe, run: Callable[[Tensor], Tensor]
         norm = recipe.clip(layers.parameters())
         scaler.step(optimizer)
         scaler.update()
-        if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
-            schedule.step(losses[-1])
-        elif schedule is not None:
+        if schedule is not None:
             schedule.step()
         norms.append(0.0 if norm is None else norm.item())
         rates.append([group["lr"] for group in optimizer.param_groups])
@@ -114,26 +112,6 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], tolerance: flo
     assert (actual["rates"], actual["scales"]) == (expected["rates"], expected["scales"])
     torch.testing.assert_close(actual["parameters"], expected["parameters"], rtol=tolerance, atol=tolerance)
     assert not any(map(torch.equal, expected["parameters"], make_layers().parameters())), "nothing has been trained"
-
-
-#: One parameter at a time, all parameters of a device at once, or in one kernel. The norm is one number over the
-#: parameters of all devices.
-RECIPES: dict[str, Recipe] = {
-    "AdamW": Recipe(adam, clip=partial(clip_grad_norm_, max_norm=0.1)),
-    "AdamW, fused": Recipe(partial(adam, fused=True)),
-    "SGD, foreach": Recipe(partial(momentum, foreach=True), clip=partial(clip_grad_value_, clip_value=0.01)),
-    "norm inf": Recipe(partial(SGD, lr=0.5), clip=partial(clip_grad_norm_, max_norm=0.1, norm_type=float("inf"))),
-    "one cycle": Recipe(schedule=lambda it: lr_scheduler.OneCycleLR(it, [0.01, 0.02], total_steps=STEPS)),
-    "plateau": Recipe(schedule=lambda it: lr_scheduler.ReduceLROnPlateau(it, patience=0, threshold=0.1)),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains_like_the_plain_model(pipe: Pipe, name: str) -> None:
-    plain = make_layers()
-    layers = copy.deepcopy(plain)
-    expected = train(plain, RECIPES[name], partial(run_plain, plain, chunks=CHUNKS))
-    assert_same(train(layers, RECIPES[name], pipe(layers, BALANCE, chunks=CHUNKS)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped

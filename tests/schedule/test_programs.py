@@ -13,8 +13,6 @@ from torchgpipe.schedule import (
     Action,
     ScheduleName,
     clock_cycles,
-    draw_svg,
-    draw_text,
     places_of,
     program,
     program_of,
@@ -182,17 +180,6 @@ def test_costs_memory_and_transfers_of_a_simulation() -> None:
     assert simulation.busy == [10, 10]
     assert simulation.peaks == [10, 7]
     assert simulate(lists, lambda action: 10.0 * (action.j == 1)).seconds == 40
-
-
-def test_drawings() -> None:
-    simulation = simulate(program("1F1B", 3, [0, 1]))
-    assert draw_text(simulation).splitlines() == [
-        "device 0 F0 F1 ......b0    F2 b1    ...b2",
-        "device 1 ...F0 b0    F1 b1    F2 b2    ......",
-    ]
-    assert max(map(len, draw_text(simulation, columns=30).splitlines())) <= 30
-    svg = draw_svg(simulation)
-    assert svg.startswith("<svg") and svg.count("<rect") == 12
 
 
 def test_the_backward_of_the_last_partition_comes_at_once() -> None:

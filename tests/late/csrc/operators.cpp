@@ -294,9 +294,9 @@ Values run_here(Call& call, Queue* queue) {
   return results;
 }
 
-// ------------------------------------------------------------------------------------------------------- on the clock
+// ------------------------------------------------------------------------------------------------------------ results
 
-/// What a call costs and gives, by what it is given: asking the meta device takes longer than launching on a GPU does.
+/// What a call gives and costs, by what it is given: asking the meta device takes longer than launching on a GPU does.
 struct Known {
   enum { FRESH = -1, VALUE = -2 };
   struct Result { long argument; std::vector<int64_t> sizes, strides; at::ScalarType dtype; IValue value; };
@@ -311,6 +311,7 @@ std::unordered_map<std::string, Known>& known() { static auto* k = new std::unor
 std::optional<std::string> key_of(const Call& call, std::vector<at::Tensor>& tensors) {
   std::string key;
   key.reserve(256);
+  bool known_shapes = true;
   auto add = [&](const auto& value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
   auto add_tensor = [&](const at::Tensor& t) {
     auto seen = std::find_if(tensors.begin(), tensors.end(), [&](const at::Tensor& one) { return one.is_same(t); });
@@ -318,6 +319,7 @@ std::optional<std::string> key_of(const Call& call, std::vector<at::Tensor>& ten
     add(seen - tensors.begin());
     if (seen == tensors.end()) tensors.push_back(t);
     key += is_late(t) ? 'l' : 'c';
+    known_shapes &= is_late(t) || (t.dim() == 0 && t.scalar_type() != at::kBool);  // Those of indices depend on data.
     key += id(t)->is_wrapped_number() ? 'w' : '-';
     key += static_cast<char>(t.scalar_type());
     add(t.dim());
@@ -326,6 +328,8 @@ std::optional<std::string> key_of(const Call& call, std::vector<at::Tensor>& ten
   };
   const auto* schema = &call.schema;
   add(schema);
+  key += on_clock() ? 'C' : 'W';
+  key += static_cast<char>(at::typeMetaToScalarType(at::get_default_dtype()));
   for (auto& arg : call.args) {
     if (arg.isTensor()) {
       if (arg.toTensor().defined()) add_tensor(arg.toTensor()); else key += 'u';
@@ -357,20 +361,33 @@ std::optional<std::string> key_of(const Call& call, std::vector<at::Tensor>& ten
       return std::nullopt;
     }
   }
-  return key;
+  return known_shapes ? std::optional<std::string>(std::move(key)) : std::nullopt;
 }
 
-std::optional<Values> spend_known(const std::string& key, const std::vector<at::Tensor>& tensors, Queue* queue) {
+struct Found { Results results; double seconds = 0; };
+
+/// Allocate the results of a call like an earlier one.
+std::optional<Found> recall(const std::string& key, const std::vector<at::Tensor>& tensors, Call& call) {
   std::shared_lock<std::shared_mutex> lock(knowing());
   auto it = known().find(key);
   if (it == known().end()) return std::nullopt;
-  Values results;
-  for (auto& one : it->second.results)
-    if (one.argument >= 0) results.push_back(tensors.at(one.argument));
-    else if (one.argument == Known::VALUE) results.push_back(one.value);
-    else results.push_back(at::detail::empty_strided_generic(one.sizes, one.strides, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), one.dtype));
-  queue->spend("kernel", it->second.seconds);
-  return results;
+  Found found{{}, it->second.seconds};
+  auto& [values, fresh] = found.results;
+  for (auto& one : it->second.results) {
+    std::optional<Span> span;
+    if (one.argument >= 0) values.push_back(tensors.at(one.argument));
+    else if (one.argument == Known::VALUE) values.push_back(one.value);
+    else {
+      at::Tensor t = at::detail::empty_strided_generic(one.sizes, one.strides, &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), one.dtype);
+      if (!on_clock()) {
+        if (t.numel()) call.uses.push_back({t.data_ptr(), true});
+        span = Span(t);
+      }
+      values.push_back(t);
+    }
+    if (values.back().isTensor()) fresh.push_back(span);
+  }
+  return found;
 }
 
 void learn(const std::string& key, const std::vector<at::Tensor>& tensors, const Values& results, double seconds) {
@@ -390,28 +407,32 @@ void learn(const std::string& key, const std::vector<at::Tensor>& tensors, const
   known().emplace(key, std::move(now));
 }
 
-Values spend(Call& call, Queue* queue) {
+/// Find the uses of a call, and allocate its results. None if the meta device does not know them.
+std::optional<Found> find_results(Call& call) {
   std::vector<at::Tensor> tensors;
   auto key = key_of(call, tensors);
   if (key)
-    if (auto results = spend_known(*key, tensors, queue)) return *results;
-  auto before = tensors;
+    if (auto found = recall(*key, tensors, call)) {
+      if (!on_clock()) call.find_uses();
+      return found;
+    }
   std::vector<std::vector<int64_t>> sizes;
   for (auto& t : tensors) sizes.push_back(t.sizes().vec());
   auto shapes = shapes_of(call);
-  if (!shapes) return run_here(call, queue);
-  auto values = allocate(*shapes, call).values;
-  std::vector<at::Tensor> given;
-  for (auto& value : values)
-    for (auto& t : flat(value)) if (t.defined()) given.push_back(t);
-  std::vector<at::Tensor> taken;
-  for (auto& t : tensors) if (is_late(t)) taken.push_back(t);
-  double seconds = seconds_of(call.name, taken, given);
+  call.find_uses();  // Behind the shapes: an out= that has got its size there, as in arange, has memory only now.
+  if (!shapes) return std::nullopt;
+  Found found{allocate(*shapes, call)};
+  if (on_clock()) {
+    std::vector<at::Tensor> given, taken;
+    for (auto& value : found.results.values)
+      for (auto& t : flat(value)) if (t.defined()) given.push_back(t);
+    for (auto& t : tensors) if (is_late(t)) taken.push_back(t);
+    found.seconds = seconds_of(call.name, taken, given);
+  }
   bool resized = false;
   for (size_t k = 0; k < tensors.size(); k++) resized |= !tensors[k].sizes().equals(sizes[k]);
-  if (key && !resized) learn(*key, tensors, values, seconds);
-  queue->spend("kernel", seconds);
-  return values;
+  if (key && !resized) learn(*key, tensors, found.results.values, found.seconds);
+  return found;
 }
 
 // ----------------------------------------------------------------------------------------------------------- fallback
@@ -427,23 +448,20 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (!on_clock() || !asynchronous) call.draw();
+  std::optional<Found> found;
+  if (asynchronous) found = find_results(call); else call.find_uses();
   Values results;
-  std::optional<Shapes> shapes;
-  if (on_clock() && asynchronous) {
+  if (!found) {
+    results = run_here(call, queue);
+  } else if (on_clock()) {
     g_launches++;
-    results = spend(call, queue);
+    queue->spend("kernel", found->seconds);
+    results = std::move(found->results.values);
   } else {
-    call.draw();
-    if (asynchronous) shapes = shapes_of(call);
-    call.find_uses();  // Behind the shapes: an out= that has got its size there, as in arange, has memory only now.
-    if (shapes) {
-      auto [values, fresh] = allocate(*shapes, call);
-      auto later = std::make_shared<Later>(call);  // Sizes may have changed, so the spans come last.
-      launch(queue, call.told(), call.uses, [op, later, fresh = std::move(fresh)] { run(op, *later, fresh); });
-      results = std::move(values);
-    } else {
-      results = run_here(call, queue);
-    }
+    auto later = std::make_shared<Later>(call);  // Sizes may have changed, so the spans come last.
+    launch(queue, call.told(), call.uses, [op, later, fresh = std::move(found->results.fresh)] { run(op, *later, fresh); });
+    results = std::move(found->results.values);
   }
   stack->erase(stack->end() - static_cast<long>(call.args.size()), stack->end());
   for (auto& result : results) stack->push_back(std::move(result));
