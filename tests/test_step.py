@@ -24,6 +24,7 @@ from tests.frames.models import chain
 from tests.layers import Apply, Using
 from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
+from torchgpipe.devices.torch_internals import add_each
 from torchgpipe.schedule import Action, program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -569,3 +570,23 @@ def test_a_parameter_that_a_layer_replaces_stays(devices: Devices) -> None:
     layer = Replacing(6, 6).double()
     stepping(nn.Sequential(layer, nn.Tanh()), devices(2), checkpoint="never").step(*data())
     assert layer.bias is layer.replaced
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_ctrl_c_at_the_end_of_a_step_leaves_all_gradients_or_none(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of some parameters were added, and those of others lost."""
+    model: Any = stepping(mlp(), ["cpu"] * 4)
+    model.step(*data())
+    before = gradients(model)
+
+    def interrupted(*args: Any) -> None:
+        if after:
+            add_each(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchgpipe.engine.delivery.add_each", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.step(*data())
+    after_it = gradients(model)
+    for name, grad in before.items():
+        assert grad is not None and torch.equal(after_it[name], grad * 2 if after else grad)

@@ -254,6 +254,14 @@ def test_what_is_around_a_function(tells: Callable[[], bool], breaks: str, call_
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
+def test_tensors_are_added_to_each_in_one_call() -> None:
+    """Ctrl-C would leave some gradients of a step added, and others not."""
+    sums = [torch.ones(2), torch.zeros(3)]
+    internals.add_each(sums, [torch.full((2,), 2.0), torch.ones(3)])
+    assert [one.tolist() for one in sums] == [[3, 3], [1, 1, 1]]
+    assert type(internals.add_each).__name__ == "builtin_function_or_method"
+
+
 def test_versions() -> None:
     """A tensor counts changes in place. Without that, a second run may start from other inputs."""
     x = torch.ones(2)

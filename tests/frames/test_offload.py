@@ -33,7 +33,7 @@ from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.engine.host_memory import HostMemory
 from torchgpipe.engine.record import NO_MICRO_BATCH
-from torchgpipe.engine.resting import Rested
+from torchgpipe.engine.resting import Rested, Resting
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
@@ -375,6 +375,24 @@ def test_what_is_changed_in_place_on_its_way_on_host_memory_is_refused() -> None
     ):
         model(torch.randn(16, 3, WIDTH))
     assert late.hazards()  # That is why.
+
+
+@pytest.mark.late
+def test_what_was_fetched_and_is_not_needed_is_given_up_when_it_has_arrived() -> None:
+    """A cell without a gradient needs nothing: what was on its way to it was given up while the copy was under way."""
+    memory, device = HostMemory(2, None), torch.device("late:0")
+    stream, resting = memory.streams.current(device), Resting(memory, lambda _: False)
+    actions = [Action("F", i, 0) for i in range(8)] + [Action("B", i, 0) for i in range(8)]
+    resting.begin(actions, [stream], [0], None)
+    rested: Any = resting.rest(torch.ones(4096, device=device), actions[0], actions[8])
+    assert isinstance(rested, Rested)
+    for _ in range(2):
+        resting.leave(stream)
+    with late.delays(5000):
+        resting.prefetch(actions[8])
+        del rested
+        resting.settle(actions[8], stream)
+    resting.end()
 
 
 @pytest.mark.late

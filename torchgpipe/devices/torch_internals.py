@@ -32,6 +32,7 @@ __all__ = [
     "BatchNormBase",
     "DispatchMode",
     "active_data_parallel",
+    "add_each",
     "apply_directly",
     "at_end_of_pass",
     "caches_parametrizations",
@@ -246,6 +247,13 @@ def versions(tensors: Iterable[Tensor | None]) -> list[int]:
     the counter, but has no public name for it. Without it, a changed tensor would give other gradients silently.
     """
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+#: Add to each tensor of a list the one at its position in another, in place, as one call.
+#:
+#: Python runs the handler of a signal between two calls. So Ctrl-C at the end of a step comes before all gradients were
+#: added, or behind. Since 1.9, and without a public name; an `add_` for each could take its place.
+add_each: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:

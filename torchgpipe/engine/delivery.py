@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks, versions
+from torchgpipe.devices.torch_internals import add_each, gradient_hooks, has_gradient_hooks, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.engine.aliases import Aliases
 from torchgpipe.engine.function import accumulate
@@ -121,7 +121,7 @@ class _Delivery:
             else:
                 parameter.grad = sum_of(before, total)
         if befores:
-            torch._foreach_add_(befores, totals)  # One call: Ctrl-C comes before all of it, or behind.
+            add_each(befores, totals)  # One call: Ctrl-C comes before all of it, or behind.
 
     def undo(self) -> None:
         """Put everything back that was there at the beginning, unless `end` has added all sums."""
