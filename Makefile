@@ -54,7 +54,7 @@ quick: $(CLIENTS)
 
 # A pipeline is compared with the plain model in these.
 COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/test_models.py \
-	engine/test_checkpoint.py gpipe \
+	cell/test_checkpoint.py gpipe \
 	compat/test_pipe.py test_docs.py practice/test_modes.py practice/test_taken_apart.py)
 
 rounding: $(CLIENTS)

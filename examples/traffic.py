@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Streams
-from torchgpipe.engine.record import Kind, Place
+from torchgpipe.listener.listener import Kind, Place
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Mark, Stream, Streams, Tick
-from torchgpipe.engine.record import End
 from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.listener.listener import End
 
 __all__ = ["Clocked", "ClockedStreams", "Done", "Work", "clocked", "listening"]
 
@@ -104,7 +104,7 @@ class Work:
     """A cell or a copy, and the clock of its stream behind it.
 
     Attributes:
-        kind, i, j, other, stream: as `torchgpipe.engine.record.Listener.begin` has them
+        kind, i, j, other, stream: as `torchgpipe.listener.listener.Listener.begin` has them
     """
 
     def __init__(self, kind: str, i: int, j: int, other: int | None, stream: Clocked) -> None:

@@ -28,7 +28,13 @@ ROOMS = {
     "replay": "making a second run repeat the first: settings, random numbers, phase, state of layers",
     "model": "from a Sequential to partitions on their devices; micro-batches; settings",
     "norms": "deferred batch norms",
-    "engine": "cells, recomputation, gradients, dependencies, copies, workers",
+    "listener": "what a listener is told of the work, and the profiler",
+    "graph": "graphs of autograd: doors to its engine, cuts, order, backward in two halves",
+    "transport": "from device to device: routes of streams, portals of skips",
+    "gradients": "of parameters: aliases, and their sums, delivered once",
+    "offload": "weights and activations in host memory, around the actions of a program",
+    "cell": "micro-batch i in column j: forward, again, and backward",
+    "drive": "a program in its workers; autograd, by nodes in the caller's graph",
     "proof": "a pipeline beside the plain model: outputs, losses, buffers and gradients, compared",
     "gpipe": "the module around a Sequential",
     "frames": "any other module: its spine, a frame for each micro-batch, the module in place",
@@ -100,7 +106,7 @@ def test_the_reader_of_imports_reads() -> None:
         "torch",
         "torchgpipe.model.microbatch",
         "torchgpipe.model.partition",
-        "torchgpipe.engine.autograd",
+        "torchgpipe.drive.autograd",
     } <= set(imports(path))
     assert "torchgpipe" not in imports(path)
 

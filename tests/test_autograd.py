@@ -291,9 +291,9 @@ def test_no_autograd_function_without_gradients(
     def refuse(*args: Any) -> None:
         raise AssertionError("an autograd function was applied")
 
-    from torchgpipe.engine.copy import Copy, Wait
-    from torchgpipe.engine.dependency import Fork, Join
-    from torchgpipe.engine.nodes import CellNode, Recompute
+    from torchgpipe.drive.nodes import CellNode, Recompute
+    from torchgpipe.graph.dependency import Fork, Join
+    from torchgpipe.transport.route import Copy, Wait
 
     for function in (CellNode, Recompute, Copy, Wait, Fork, Join):
         monkeypatch.setattr(function, "forward", staticmethod(refuse))

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import torchgpipe.engine.autograd
+import torchgpipe.drive.autograd
 from tests.conftest import VARIANTS, Pipe
 from tests.faults import Cell, Fault, Plan, build, note, rows
 from tests.plain import assert_equal, plain_outcome
@@ -279,7 +279,7 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
 
     Both have started before one of them fails; the other fails after the first has finished.
     """
-    monkeypatch.setattr(torchgpipe.engine.autograd, "sharing_generator", lambda devices: set())
+    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: set())
     both_started = threading.Barrier(2, timeout=30)
     fast_is_through = threading.Event()
 
@@ -303,7 +303,7 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
 
 def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     """Two partitions share one device, and the devices need not take turns."""
-    monkeypatch.setattr(torchgpipe.engine.autograd, "sharing_generator", lambda devices: set())
+    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: set())
     model = GPipe(build(plan, 3), [2, 2, 2], devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
     plan.add((2, 0), "forward")
     with pytest.raises(Fault):

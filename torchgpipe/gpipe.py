@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchgpipe.cell.layers_column import Mechanisms
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
-from torchgpipe.engine.aliases import StepLock
-from torchgpipe.engine.autograd import ForwardPass
-from torchgpipe.engine.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
-from torchgpipe.engine.layers_column import Mechanisms
-from torchgpipe.engine.replicas import Replicas
-from torchgpipe.engine.step import run_step
+from torchgpipe.drive.autograd import ForwardPass
+from torchgpipe.drive.step import run_step
+from torchgpipe.gradients.aliases import StepLock
+from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
@@ -47,6 +46,7 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
+from torchgpipe.offload.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
 from torchgpipe.proof.sequential import SequentialProof
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name

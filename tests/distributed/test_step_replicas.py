@@ -20,7 +20,7 @@ from tests.distributed.models import EVERYTHING, assert_step, everything
 from tests.layers import Apply, With
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.engine.replicas import Replicas
+from torchgpipe.gradients.replicas import Replicas
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +182,7 @@ def of_memory() -> None:
         all_reduce(*args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchgpipe.engine.replicas._BUCKET", 1)
+        patch.setattr("torchgpipe.gradients.replicas._BUCKET", 1)
         patch.setattr(Replicas, "add_gradients", begin)
         patch.setattr(dist, "all_reduce", count)
         model.step(*torch.rand(2, 4, 4))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.conftest import Pipe
-from tests.engine.test_threads import in_threads
+from tests.drive.test_threads import in_threads
 from tests.layers import Apply, Weighted, With
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe

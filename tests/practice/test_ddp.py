@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.launch import launch
-from tests.engine.test_threads import build
+from tests.drive.test_threads import build
 from tests.layers import Using, With
 from torchgpipe import GPipe, pipelined
 from torchgpipe.batchnorm import mini_batch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.conftest import Pipe
-from tests.engine.test_threads import in_threads
+from tests.drive.test_threads import in_threads
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.replay.statistics import Norm

@@ -24,8 +24,8 @@ from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.engine import copy as engine_copy
-from torchgpipe.engine.portal import Portal
 from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.transport.portal import Portal
 
 M = 3
 

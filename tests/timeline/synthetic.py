@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchgpipe.engine.record import Kind
+from torchgpipe.listener.listener import Kind
 from torchgpipe.timeline.span import Row, Span
 
 __all__ = ["ideal", "rows", "span"]

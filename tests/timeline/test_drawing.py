@@ -12,7 +12,7 @@ from torch import nn
 import torchgpipe
 from tests.timeline.synthetic import ideal, rows, span
 from torchgpipe import GPipe
-from torchgpipe.engine.record import Kind
+from torchgpipe.listener.listener import Kind
 from torchgpipe.timeline import drawing
 from torchgpipe.timeline.span import KINDS, TRANSFERS
 

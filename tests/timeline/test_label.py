@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchgpipe
 from tests.timeline.test_recorder import N, all_cells, any_module, batch, gpipe
-from torchgpipe.engine.label import labelled
+from torchgpipe.listener.label import labelled
 
 
 @pytest.mark.parametrize("devices", [["cpu"] * N, [f"cpu:{j}" for j in range(N)]], ids=["inline", "workers"])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.engine.function import Function
+from torchgpipe.graph.function import Function
 from torchgpipe.model.microbatch import Batch
 
 __all__ = ["Boundary", "leaves_of", "on_meta"]

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from torchgpipe.cell.layers_column import LayersColumn
 from torchgpipe.devices.stream import Streams
 from torchgpipe.distributed.boundary import Boundary
-from torchgpipe.engine.autograd import Mode, pass_through
-from torchgpipe.engine.layers_column import LayersColumn
-from torchgpipe.engine.portal import Portal
+from torchgpipe.drive.autograd import Mode, pass_through
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.transport.portal import Portal
 
 __all__ = ["StepCall", "WatchedPipelineStage", "WiredPartition", "verify_release"]
 

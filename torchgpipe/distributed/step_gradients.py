@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchgpipe.engine.replicas import add_gradients
+from torchgpipe.gradients.replicas import add_gradients
 
 __all__ = ["StepGradients", "clip_grad_norm"]
 

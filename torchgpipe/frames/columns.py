@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import own_call
-from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.copy import Route
-from torchgpipe.engine.record import Listener
 from torchgpipe.frames.door import Door, Owner
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.frames.settings import Settings, name_of
 from torchgpipe.frames.twin import may_have_twin, twin_of
+from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.listener.listener import Listener
+from torchgpipe.transport.route import Route
 
 __all__ = ["Columns", "Shared", "copier"]
 

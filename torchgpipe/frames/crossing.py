@@ -17,12 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import versions
-from torchgpipe.engine.cell import Cell
-from torchgpipe.engine.copy import copy_forward, mark_ready
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
+from torchgpipe.offload.aliases import OffloadedAliases
+from torchgpipe.transport.route import copy_forward, mark_ready
 
 __all__ = ["Crossing"]
 
@@ -63,7 +64,7 @@ class Crossing:
     @property
     def is_needed(self) -> bool:
         """Whether any tensor can need an import or a copy. If False, run the model without the mode."""
-        return bool(self._cells) or self._copies or self._aliases.host_memory is not None
+        return bool(self._cells) or self._copies or isinstance(self._aliases, OffloadedAliases)
 
     def mark_made(self, tensor: Tensor) -> None:
         """Mark what the model has made on the device of an earlier column as ready: its copy must wait for that."""
@@ -82,12 +83,13 @@ class Crossing:
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column."""
-        if self._aliases.host_memory is None:
+        aliases, column = self._aliases, self._frame.column
+        if not isinstance(aliases, OffloadedAliases):
             return self._import(tensor)
-        alias = self._aliases.at(tensor, self._frame.column)
+        alias = aliases.at(tensor, column)
         if alias is None:
             alias = self._import(tensor)
-            self._aliases.verify_present(alias, self._frame.column, "the model")
+            aliases.verify_present(alias, column, "the model")
         return alias
 
     def _import(self, tensor: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
-from torchgpipe.engine.record import End
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.threads import Threads, place_of, seconds_of
+from torchgpipe.listener.listener import End
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.generator_locks import own_locks
 

@@ -11,12 +11,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.devices.torch_internals import is_of_compiler
-from torchgpipe.engine.split_backward import nodes_below
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL
+from torchgpipe.graph.split_backward import nodes_below
 from torchgpipe.model.values import each, mapped
 
 __all__ = ["Glue", "explain_compiler"]

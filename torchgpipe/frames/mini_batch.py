@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.cell.cell import Arrival, Cell, Export
+from torchgpipe.cell.column import Column
+from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.engine.agenda import Agenda, FrozenProgram, agenda_of
-from torchgpipe.engine.cell import Arrival, Cell, Export
-from torchgpipe.engine.column import Column
-from torchgpipe.engine.copy import Route
-from torchgpipe.engine.execute import Executor
-from torchgpipe.engine.out_of_memory import MiniBatchFacts
-from torchgpipe.engine.residence import watch
+from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
+from torchgpipe.drive.executor import Executor
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import explain_compiler
@@ -36,10 +34,13 @@ from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.model.values import each
+from torchgpipe.offload.aliases import OffloadedAliases, resting_of
+from torchgpipe.offload.residence import watch
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
+from torchgpipe.transport.route import Route
 
 __all__ = ["Finish", "MiniBatch"]
 
@@ -98,7 +99,9 @@ class MiniBatch:
         self.partitions = range(self._n)
         self.listener, self.streams = columns.listener, columns.computing
         self.random_numbers = random_numbers
-        self.watches = verified is not None and self.aliases.host_memory is not None
+        #: The aliases, if each operation on them is looked at.
+        self._watched = self.aliases if verified is not None and isinstance(self.aliases, OffloadedAliases) else None
+        self.watches = self._watched is not None
         self._verified = verified or (lambda: None)
         self._facts = facts
         self._model = model
@@ -193,9 +196,8 @@ class MiniBatch:
                     f"an input of shape {tuple(tensor.shape)} of a pipelined model was changed in place after forward, "
                     "so backward would compute with other values; change a copy, or call backward() before"
                 )
-        if self.aliases.host_memory is not None:
-            for j in range(self._n):
-                self.aliases.verify_unchanged(j)
+        for j in range(self._n):
+            self.aliases.verify_unchanged(j)
         with self.aliases.installed(), self.random_numbers.callers_generator.kept():
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
         self._verified()
@@ -258,7 +260,7 @@ class MiniBatch:
         assert taken is not None
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
         del taken  # The model alone holds its arguments.
-        resting = self.aliases.resting
+        resting = resting_of(self.aliases)
         rest = None if resting is None else FrameRest(frame, resting, self.streams, tuple(arguments[0]))
         traveller = Traveller(frame, cells, self._shared, rest)
 
@@ -269,13 +271,14 @@ class MiniBatch:
 
         def finish(output: Any) -> None:
             assert self._finish is not None
-            if self.aliases.host_memory is not None:
+            if isinstance(self.aliases, OffloadedAliases):
                 where = f"micro-batch {i} of the model"
                 self.aliases.verify_returned([tensor for _, tensor in each(output)], where)
             self._finish(i, traveller.import_value(output), cells[-1].export if cells else None)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
-        with watch(self.aliases, lambda: frame.column) if self.watches and self._threads else nullcontext():
+        watched = self._watched if self._threads is not None else None
+        with nullcontext() if watched is None else watch(watched, lambda: frame.column):
             traveller.run(model, finish)
         for j, cell in enumerate(cells if self._verifies else []):
             cell.span = frame.span(j)

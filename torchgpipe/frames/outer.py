@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import has_gradient_hooks, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.engine.cell import Export
-from torchgpipe.engine.function import Function
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
+from torchgpipe.graph.function import Function
 from torchgpipe.model.values import each, mapped
 
 __all__ = ["Exported", "Outer"]

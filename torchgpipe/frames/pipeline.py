@@ -12,17 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.cell.cell import Export
+from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
-from torchgpipe.engine.aliases import Aliases, Slot, weights_of
-from torchgpipe.engine.cell import Export
-from torchgpipe.engine.delivery import with_gradients
-from torchgpipe.engine.function import refuse_transforms
-from torchgpipe.engine.host_memory import HostMemory
-from torchgpipe.engine.label import labelled
-from torchgpipe.engine.out_of_memory import MiniBatchFacts
-from torchgpipe.engine.record import Place, Recorder
-from torchgpipe.engine.residence import OnDemand
 from torchgpipe.frames.columns import Columns, Shared, copier
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door
 from torchgpipe.frames.glue import explain_compiler
@@ -35,11 +28,19 @@ from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
+from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
+from torchgpipe.gradients.delivery import with_gradients
+from torchgpipe.graph.function import refuse_transforms
+from torchgpipe.listener.label import labelled
+from torchgpipe.listener.listener import Place, Recorder
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
+from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
+from torchgpipe.offload.host_memory import HostMemory
+from torchgpipe.offload.residence import OnDemand
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 
@@ -215,6 +216,7 @@ class Pipeline:
         columns = Columns(self.settings, self.streams)
         with self._lock:
             aliases = self._aliases_of(slots, backward=False)
+            assert isinstance(aliases, OffloadedAliases)
             with (
                 aliases.installed(),
                 visiting(InOnePiece(columns, self.identity)),
@@ -285,7 +287,7 @@ class Pipeline:
         if memory is not None:
             memory.streams = self.streams
         devices = self.settings.devices
-        return Aliases(slots, devices, self.streams, self._lock, backward=backward, watched=watched, host_memory=memory)
+        return make_aliases(slots, devices, self.streams, self._lock, memory, backward=backward, watched=watched)
 
     def _in_two_halves(self, m: int) -> Program:
         """Return the program of ``loss.backward()``: all forward, then all backward, last micro-batches first."""
@@ -431,7 +433,7 @@ class Pipeline:
             self.aliased(backward=backward, alone=True) as aliases,
             visiting(visitor),
             visitor if columns.copies else nullcontext(),
-            OnDemand(aliases, columns.computing) if self.host_memory is not None else nullcontext(),
+            OnDemand(aliases, columns.computing) if isinstance(aliases, OffloadedAliases) else nullcontext(),
         ):
             try:
                 yield aliases

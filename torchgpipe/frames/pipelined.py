@@ -17,8 +17,6 @@ from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import bytes_of, ran_out_of_memory
 from torchgpipe.devices.torch_internals import is_optimized, own_call, runs_compiled
 from torchgpipe.devices.typing import Device
-from torchgpipe.engine.aliases import weights_of
-from torchgpipe.engine.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.frames.arrange import arrange
 from torchgpipe.frames.inputs import Arguments, arguments_of
 from torchgpipe.frames.move import move
@@ -35,8 +33,10 @@ from torchgpipe.frames.proof import prove
 from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
+from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.settings import verify_chunks
+from torchgpipe.offload.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.schedule import Schedule, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 

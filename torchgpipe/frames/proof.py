@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import is_of_compiler
-from torchgpipe.engine.aliases import Aliases
-from torchgpipe.engine.cell import Export
 from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
 from torchgpipe.frames.numbers import compute_shares, has_item_count, joiner, list_rules
@@ -27,6 +26,7 @@ from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import vary_sample
+from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import Compared, Comparison, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.untouched import Buffers, in_mode

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.generators import state_of
-from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.visitors import unobserved
+from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import cotangent
 from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.proof.proof import Proof, Roots, Take

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use, versions
-from torchgpipe.engine.resting import Rested
 from torchgpipe.model.values import copied, each, mapped
+from torchgpipe.offload.resting import Rested
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers, Run

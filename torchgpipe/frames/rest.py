@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.torch_internals import storage_key, versions
-from torchgpipe.engine.resting import Rested, Resting
 from torchgpipe.frames.frame import Frame
 from torchgpipe.model.values import each
+from torchgpipe.offload.resting import Rested, Resting
 from torchgpipe.schedule import Action
 
 __all__ = ["FrameRest"]

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from torchgpipe.devices.interrupts import join, uninterrupted
 from torchgpipe.devices.torch_internals import frame_of
-from torchgpipe.engine.interrupts import join, uninterrupted
 
 __all__ = ["Threads", "place_of", "seconds_of"]
 

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import is_saved, own_call
-from torchgpipe.engine.aliases import Aliases
 from torchgpipe.frames.door import Door, put_door
+from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.shallow_copy import shallow_copy
 from torchgpipe.model.values import mapped
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import without_function_mode
-from torchgpipe.engine.cell import Cell
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, this_thread

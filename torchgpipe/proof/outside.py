@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.torch_internals import gradient_hooks, hooks_behind_accumulation
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.engine.split_backward import nodes_below
+from torchgpipe.graph.split_backward import nodes_below
 
 __all__ = ["Outside"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchgpipe.engine.record import NO_MICRO_BATCH, Kind
+from torchgpipe.listener.listener import NO_MICRO_BATCH, Kind
 from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
 from torchgpipe.timeline.span import KINDS, TRANSFERS, Row, Span
 

@@ -8,7 +8,7 @@ from math import inf
 
 import torch
 
-from torchgpipe.engine.record import Kind
+from torchgpipe.listener.listener import Kind
 
 __all__ = ["KINDS", "TRANSFERS", "Row", "Span", "covered", "milliseconds", "percent"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchgpipe.engine.record import NO_MICRO_BATCH, Kind
+from torchgpipe.listener.listener import NO_MICRO_BATCH, Kind
 from torchgpipe.timeline.span import Span
 
 __all__ = ["events", "write"]

@@ -1,0 +1,315 @@
+"""Pipelines side by side, inside each other, and called from several threads.
+
+Threads meet at barriers, whose timeouts only end a test that would otherwise hang. Where two threads must not disturb
+each other, Python switches between them as often as it can.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgpipe.drive.autograd
+from tests.conftest import Devices, Pipe
+from tests.layers import Apply
+from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
+from tests.random_pipelines import MODES
+from torchgpipe import GPipe, is_checkpointing, is_recomputing
+
+TIMEOUT = 60
+
+
+def build(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+    return layers.double()
+
+
+def batch(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(6, 2, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Run functions at the same time, switching between their threads as often as Python can."""
+    start = threading.Barrier(len(functions), timeout=TIMEOUT)
+
+    def run(function: Callable[[], Any]) -> Any:
+        start.wait()
+        return function()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return [future.result(TIMEOUT) for future in [pool.submit(run, function) for function in functions]]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+# ------------------------------------------------------------------------------------------------ the workers
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers"),
+    [
+        (["cpu", "cpu", "cpu"], 0),
+        (["cpu:0", "cpu:1", "cpu:2"], 3),
+        (["cpu:0", "cpu:1", "cpu:0"], 2),
+        (["cpu", "cpu:0", "cpu"], 2),
+    ],
+    ids=str,
+)
+def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -> None:
+    """With a single device, the caller's own thread is the worker. No thread is left, which data loaders that fork
+    would not survive."""
+    before = {*threading.enumerate()}
+    ran: list[set[threading.Thread]] = [set() for _ in devices]
+
+    def note(j: int, input: Tensor) -> Tensor:
+        ran[j].add(threading.current_thread())
+        return input * 1
+
+    layers = nn.Sequential(*[Apply(partial(note, j)) for j in range(3)])
+    output = GPipe(layers, [1, 1, 1], devices=devices, chunks=4, checkpoint="never")(torch.rand(4, 2))
+    assert before.issuperset(threading.enumerate())
+    of_devices: dict[str, set[threading.Thread]] = {}
+    for device, threads in zip(devices, ran, strict=True):
+        of_devices.setdefault(device, set()).update(threads)
+    assert all(len(threads) == 1 for threads in of_devices.values())
+    used = set.union(*of_devices.values())
+    assert used == {threading.current_thread()} if workers == 0 else len(used - before) == workers
+    assert output.shape == (4, 2)
+
+
+def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partition 0 goes on to micro-batch 2 while partition 1, a slower device, is still at micro-batch 0."""
+    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: set())
+    ahead = threading.Event()
+
+    def fast(input: Tensor) -> Tensor:
+        if input[0, 0].item() == 2:
+            ahead.set()
+        return input + 10
+
+    def slow(input: Tensor) -> Tensor:
+        assert input[0, 0].item() > 10 or ahead.wait(TIMEOUT)
+        return input
+
+    model = GPipe(nn.Sequential(Apply(fast), Apply(slow)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=4)
+    x = torch.arange(4.0)[:, None]
+    assert torch.equal(model(x), x + 10)
+
+
+def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell of an accelerator, for which 'cpu:1' stands here, runs beside a CPU cell that draws, in both passes.
+
+    Partition 1 could then be mistaken for the partition that draws. Its recomputation must not touch the generator,
+    from which partition 0 may be drawing at that moment.
+    """
+    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: {torch.device("cpu:0")})
+    meet = threading.Barrier(2, timeout=TIMEOUT)
+
+    def meet_and_draw(j: int, draws: bool, input: Tensor) -> Tensor:
+        meets = not is_recomputing() and 1 <= int(input[0, 0].item()) + j <= 3
+        if meets:
+            meet.wait()
+        mask = torch.rand(input.shape) if draws else torch.ones(input.shape)
+        if meets:
+            meet.wait()
+        return torch.cat([input[:, :1], input[:, 1:] * mask[:, 1:]], 1)
+
+    def step(checkpoint: str, draws: list[bool]) -> list[Tensor]:
+        layers = nn.Sequential(*(Apply(partial(meet_and_draw, j, its)) for j, its in enumerate(draws)))
+        x = torch.cat([torch.arange(4.0)[:, None], torch.ones(4, 2)], 1).requires_grad_()
+        torch.manual_seed(0)
+        output = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint=checkpoint)(x)
+        output.sum().backward()
+        assert x.grad is not None
+        return [output.detach(), x.grad]
+
+    expected = step("never", [True, False])
+    assert all(map(torch.equal, step("always", [True, False]), expected))
+    with pytest.raises(RuntimeError, match="draw them on the layer's own device"):
+        step("always", [False, True])
+
+
+def test_workers_of_the_cpu_share_its_cores() -> None:
+    """Each worker uses its share of the cores during the call; threads that start later have all cores."""
+    seen: list[int] = []
+
+    def note(input: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        if input[0, 0].item() > 1:
+            raise ValueError("fails")
+        return input
+
+    notes = nn.Sequential(Apply(note), Apply(note))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        model = GPipe(notes, [1, 1], devices=["cpu:0", "cpu:1"])
+        model(torch.ones(1, 1))
+        with pytest.raises(ValueError, match="fails"):
+            model(torch.ones(1, 1) * 2)
+        assert seen == [2, 2, 2]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 5
+        seen.clear()
+        GPipe(notes, [1, 1])(torch.ones(1, 1))
+        assert seen == [5, 5]
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ------------------------------------------------------------------------------------------ beside each other
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
+def test_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
+    """Each thread asks for its own gradients, serves, and adds to `.grad`; hooks hear each backward once."""
+    modules = [build(0), build(0 if shared else 1)]
+    models = [pipe(module, [2, 2, 1], chunks=3, checkpoint=checkpoint) for module in modules]
+    if shared:
+        modules[1], models[1] = modules[0], models[0]
+    repeats = 6
+
+    def results(run: Callable[[Tensor], Tensor], k: int) -> list[Tensor]:
+        x = batch(k)
+        with torch.no_grad():
+            output = run(x)
+        with torch.inference_mode():
+            inferred = run(x)
+        grads = torch.autograd.grad(run(x).square().sum(), [x, *modules[k].parameters()])
+        return [output, inferred, *grads]
+
+    expected = [results(partial(run_plain, modules[k], chunks=3), k) for k in range(2)]
+    calls: list[None] = []
+    for module in modules[: 1 if shared else 2]:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda grad: calls.append(None))  # type: ignore[arg-type]
+
+    def train(k: int) -> list[list[Tensor]]:
+        found = [results(models[k], k) for _ in range(repeats)]
+        calls_before.append(len(calls))
+        for _ in range(repeats):
+            models[k](batch(k)).square().sum().backward()
+        return found
+
+    calls_before: list[int] = []
+    for found, wanted in zip(in_threads(partial(train, 0), partial(train, 1)), expected, strict=True):
+        assert all(torch.equal(a, b) for result in found for a, b in zip(result, wanted, strict=True))
+    sums = [[repeats * grad for grad in wanted[3:]] for wanted in expected]
+    if shared:
+        sums = [[a + b for a, b in zip(*sums)]] * 2
+    for module, wanted in zip(modules, sums):
+        torch.testing.assert_close([parameter.grad for parameter in module.parameters()], wanted)
+    # Those of `torch.autograd.grad` are called as well, once each.
+    assert len(calls) == 2 * 2 * repeats * len(sums[0])
+
+
+def test_steps_of_one_model_come_one_after_the_other(pipe: Pipe) -> None:
+    """Each sets `.grad` aside: two at once would lose gradients, or put those of the other step back."""
+    model = pipe(build(), [2, 2, 1], chunks=3, loss_fn=lambda output, _: output.square().sum(), reduce="mean")
+    x, repeats = batch().detach(), 20
+    model.step(x)
+    expected = [2 * repeats * parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    def train() -> None:
+        for _ in range(repeats):
+            model.step(x)
+
+    in_threads(train, train)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
+def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
+    """Every micro-batch is counted once, even while another thread recomputes, which must not count.
+
+    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean. The norm
+    belongs to a different partition in each of two models that share it.
+    """
+    norm = nn.BatchNorm1d(2, momentum=None)
+    models = [
+        pipe(nn.Sequential(nn.Identity(), norm, nn.Linear(2, 2)), balance, chunks=3, checkpoint=checkpoint)
+        for balance in ([2, 1], [1, 2])
+    ]
+    repeats = 20
+    x = torch.rand(6, 2)  # drawn here, because a thread could draw the numbers meant for the other thread's layers
+
+    def train(model: GPipe) -> None:
+        for _ in range(repeats):
+            model(x).sum().backward()
+
+    in_threads(partial(train, models[0]), partial(train, models[0 if shared else 1]))
+    assert int(norm.num_batches_tracked) == 2 * repeats * 3
+    assert norm.running_mean.abs().sum() > 0
+
+
+# ------------------------------------------------- inside each other; `test_transparency` draws pipelines as layers
+
+
+@pytest.mark.parametrize("inner_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
+@pytest.mark.parametrize("outer_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
+def test_batch_norm_in_a_pipeline_in_a_pipeline(
+    checkpoint: str, outer_devices: list[str], inner_devices: list[str]
+) -> None:
+    """The norm belongs to a partition of both pipelines. It is counted once, and no thread waits for itself."""
+    block = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
+    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
+    plain, x = copy.deepcopy(layers), batch()
+    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=checkpoint)
+    around = nn.Sequential(layers[0], inside, layers[2])
+    model = GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=checkpoint)
+    actual, expected = outcome(layers, x, run=model), plain_outcome(plain, x, chunks=3)
+    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
+    # which order to sum the gradients of the outer micro-batches.
+    torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
+    assert_same(replace(actual, param_grads=expected.param_grads), expected)
+
+
+def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
+    def model(outer: str, inner: str) -> GPipe:
+        layers = nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2))
+        inside = GPipe(layers, [2, 1], devices=devices(2), chunks=2, checkpoint=inner)
+        return GPipe(nn.Sequential(nn.Identity(), inside), [1, 1], devices=devices(2), chunks=3, checkpoint=outer)
+
+    def step(outer: str, inner: str) -> Outcome:
+        torch.manual_seed(7)
+        return outcome(model(outer, inner), torch.rand(6, 2, requires_grad=True))
+
+    torch.manual_seed(3)
+    expected = step("never", "never")
+    for outer in MODES:
+        for inner in MODES:
+            assert_same(step(outer, inner), expected)
+
+
+def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
+    """A layer is recomputing if any enclosing cell is; the innermost run without a graph is a checkpoint."""
+    seen: list[tuple[bool, bool]] = []
+
+    def note(input: Tensor) -> Tensor:
+        seen.append((is_checkpointing(), is_recomputing()))
+        return input * 1
+
+    inner = GPipe(nn.Sequential(nn.Linear(2, 2), Apply(note)), [1, 1], devices=devices(2), checkpoint="always")
+    outer = GPipe(nn.Sequential(nn.Linear(2, 2), inner), [1, 1], devices=devices(2), checkpoint="always")
+    output = outer(torch.rand(1, 2))
+    assert seen == [(True, False)]
+    seen.clear()
+    output.sum().backward()
+    # The outer recomputation runs the inner pipeline, with the inner pipeline's own two runs.
+    assert seen == [(True, True), (False, True)]

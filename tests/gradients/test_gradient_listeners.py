@@ -1,0 +1,109 @@
+"""A parameter with a listener receives each gradient once and whole; a captured tensor then raises an error.
+
+Listeners are hooks of parameters, `torch.autograd.grad`, ``backward(inputs=...)`` and
+DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.clocks import clocked
+from tests.conftest import Pipe
+from tests.gradients.model import CHUNKS, WIDTH, batch, model_of
+from tests.layers import Apply, Using
+from torchgpipe import GPipe
+
+
+@pytest.mark.parametrize("run", ["backward", "step"])
+def test_hooks_of_a_parameter_that_got_no_gradient(pipe: Pipe, checkpoint: str, run: str) -> None:
+    """The graph leads to all parameters of a partition that is recomputed, so PyTorch called the hooks of all.
+
+    An optimizer that steps in a hook moved layers that were not used, by what was in ``.grad`` before.
+    """
+
+    used: list[int] = []
+    switch = Using(lambda linear, x: linear(x) if used[-1] else x * 2, WIDTH)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), switch, nn.Linear(WIDTH, WIDTH)).double()
+    model = pipe(layers, [1, 2], chunks=CHUNKS, checkpoint=checkpoint, loss_fn=lambda y, _: y.sum(), reduce="mean")
+    weight = switch.linear.weight
+    heard: list[str] = []
+    weight.register_hook(lambda _: heard.append("before"))
+    weight.register_post_accumulate_grad_hook(lambda _: heard.append("after"))
+    for way in (0, 1, 0, 1):
+        used.append(way)
+        if run == "step":
+            model.step(batch().detach())
+        else:
+            model(batch()).sum().backward()
+        assert heard == ["before", "after"] * way
+        heard.clear()
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["one memory", "separate memory"])
+def test_hooks_of_a_parameter_whose_output_the_next_partition_ignores(checkpoint: str, separate: bool) -> None:
+    """Without checkpointing, they were called with None: nodes of the pipeline lead to all outputs of a cell."""
+    both = Using(lambda linear, x: (linear(x), x * 2), WIDTH)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), both, Apply(lambda pair: pair[1])).double()
+    model = GPipe(layers, [2, 1], devices=["cpu:0", "cpu:1"], chunks=CHUNKS, checkpoint=checkpoint)
+    heard: list[Any] = []
+    weight = both.linear.weight
+    weight.register_hook(heard.append)
+    weight.register_post_accumulate_grad_hook(heard.append)
+    with clocked(model) if separate else nullcontext():
+        model(batch()).sum().backward()
+    assert not heard
+    assert weight.grad is None and layers[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "grad", "inputs"])
+def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
+    pipe: Pipe, checkpoint: str, listens: str
+) -> None:
+    """With a listener the gradient is refused, because nothing but ``.grad`` could take it."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    module, model = model_of(pipe, checkpoint, Apply(lambda x: x * leaf))
+    model(batch()).sum().backward()
+    assert leaf.grad is not None
+    (expected,) = torch.autograd.grad(module(batch()).sum(), [leaf])
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
+
+    weight = module[2].weight
+    if listens == "hook":
+        weight.register_hook(lambda grad: None)
+    elif listens == "post-accumulate hook":
+        weight.register_post_accumulate_grad_hook(lambda weight: None)
+    loss = model(batch()).sum()
+
+    def differentiate() -> None:
+        if listens == "grad":
+            torch.autograd.grad(loss, [weight])
+        else:
+            loss.backward(inputs=[weight] if listens == "inputs" else None)
+
+    if checkpoint == "never":
+        differentiate()
+    else:
+        with pytest.raises(RuntimeError, match="register it as a parameter"):
+            differentiate()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_captured_tensor_is_not_called_with_parts(pipe: Pipe, checkpoint: str, kind: str) -> None:
+    """The hook was once called for each micro-batch."""
+    leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
+    _, model = model_of(pipe, checkpoint, Apply(lambda x: x * leaf))
+    calls: list[Tensor] = []
+    getattr(leaf, kind)(calls.append)
+    if checkpoint == "never":
+        model(batch()).sum().backward()
+        assert len(calls) == 1
+    else:
+        with pytest.raises(RuntimeError, match="a hook of it would hear parts"):
+            model(batch()).sum().backward()
+        assert not calls

@@ -1,0 +1,218 @@
+"""A cell of a Sequential, which runs the layers of its column: once, or first without a graph and again at backward.
+
+    runs once     forward: the layers, with a graph          backward: differentiate
+    runs twice    forward: the layers, without a graph       backward: recompute, with a graph; differentiate
+
+What makes the second run do what the first run did is in `torchgpipe.replay.runs`. A cell keeps no tensor of its input:
+whoever drives it does, and hands the input to `recompute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from torchgpipe.cell.cell import Cell, Export
+from torchgpipe.cell.layers_column import LayersColumn
+from torchgpipe.devices.torch_internals import current_pass, forget_parametrizations, gradient_hooks, will_run
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.graph.function import Edge
+from torchgpipe.graph.split_backward import nodes_below
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.replay.generator_locks import own_locks
+from torchgpipe.replay.runs import Run
+
+__all__ = ["LayersCell"]
+
+
+class LayersCell(Cell):
+    """Micro-batch ``i`` in a column of layers.
+
+    Args:
+        i: the micro-batch
+        column: the column
+        number: the number of the column among all columns
+    """
+
+    __slots__ = ("_again", "_input", "_output", "_run")
+
+    column: LayersColumn
+
+    def __init__(self, i: int, column: LayersColumn, number: int = 0) -> None:
+        super().__init__(i, column, number)
+        self._run: Run | None = None
+        #: Of a second run, the leaves of its graph, and where the gradients of its outputs enter that graph.
+        self._again: tuple[list[Tensor], list[Edge | None]] | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Note the structure of the input, for `compute`."""
+        self._input = batch.replace(())
+
+    def compute(self, leaves: Leaves) -> Leaves:
+        """Run the layers on the leaves of the input, and return the leaves of the output."""
+        output = self.column.run_layers(self._input.replace(leaves))
+        leaves = output.leaves
+        output.leaves = ()  # `end` needs the structure. With the leaves in it, the cell would keep its output alive.
+        self._output = output
+        return leaves
+
+    def end(self, leaves: Leaves) -> Batch:
+        """Return the output with these leaves, in the structure that the layers have returned."""
+        return self._output.replace(leaves)
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, leaves: Leaves, *, recomputes: bool) -> Leaves:
+        """Run the layers, with `exports` for the outputs, and return the outputs without history.
+
+        Args:
+            leaves: the leaves of the input
+            recomputes: whether to leave no graph, and to run again at backward
+
+        Raises:
+            RuntimeError: the layers will run again, but have changed their input in place.
+        """
+        with self.column.recorded("forward", self.i), torch.set_grad_enabled(not recomputes):
+            if recomputes:
+                self._run = Run(self.column.layers, leaves)
+                outputs = self._run.first(partial(self.compute, leaves))
+                if self._run.is_compared:
+                    self._run.note(outputs)
+                edges: list[Edge | None] = [None] * len(outputs)
+                needs = _may_need_grad(leaves, outputs)
+            else:
+                with self.column.layers.exclusively():
+                    forget_parametrizations()
+                    outputs = self.compute(self._entered(leaves))
+                    self.column.forget_casts()
+                    forget_parametrizations()
+                edges = _edges_of(outputs)
+                needs = [edge is not None for edge in edges]
+        self.exports = [Export(edge, self.number) if need else None for edge, need in zip(edges, needs)]
+        return tuple([None if output is None else output.detach() for output in outputs])
+
+    def _entered(self, leaves: Leaves) -> Leaves:
+        """Return an input at the beginning of the graph, as far as it requires grad."""
+        graph = self._begun()
+        # Detached, or the graph would go on into that of whoever has computed them.
+        trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
+        entered = iter(graph.enter(*trained) if trained else ())
+        return tuple([next(entered) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves])
+
+    # ---------------------------------------------------------------------------------------------------- backward
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the layers run again at backward."""
+        return self._run is not None
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether there is a graph to differentiate."""
+        return self._run is None or self._again is not None
+
+    def recompute(self, leaves: Leaves) -> None:
+        """Run the layers again, with a graph, in the caller's settings.
+
+        Args:
+            leaves: the leaves of the input, as in `forward`
+
+        Raises:
+            RuntimeError: the layers, their parameters, their random numbers or their outputs are not those of the first
+                run.
+            Exception: what a layer raises, with a note of the cell.
+        """
+        try:
+            with self.column.recorded("recomputation", self.i):
+                self.column.ambient.run(self._recompute, leaves)
+        except BaseException as error:
+            self.column.note(error, self.i, "recomputation")
+            raise
+
+    def _recompute(self, leaves: Leaves) -> None:
+        assert self._run is not None
+        column = self.column
+        # Detached, and so the leaves of a graph of their own: it needs no cut, because its input is kept anyway.
+        inputs = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in leaves])
+        # A program may hold generators for this backward, which the caller's settings do not know of.
+        locks = own_locks() if column.in_program else nullcontext()
+        # The engine enters no device for a node whose outputs are on the host.
+        with column.stream.use(), locks:
+            outputs = self._run.second(partial(self.compute, inputs))
+            self._run.compare(outputs)
+        column.forget_casts()
+        trained = [leaf for leaf in inputs if leaf is not None and leaf.requires_grad]
+        if not column.in_program:
+            for leaf in trained:
+                # Layers that hook their input have done so in the first run, too, whose input is in the caller's graph.
+                gradient_hooks(leaf).clear()
+        if len(outputs) != len(self.exports):
+            raise RuntimeError(
+                f"{column.where} returned {len(outputs)} values in recomputation but {len(self.exports)} before; it "
+                "must do the same both times, or run with checkpoint='never'"
+            )
+        self._again = trained, _edges_of(outputs)
+
+    def drop_graph(self) -> None:
+        """Drop the graph of a second run, which will not be differentiated."""
+        self._again = None
+
+    def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
+        """Differentiate the graph; see `Cell.differentiate`.
+
+        That of a second run is dropped: ``keep_graph`` says that there may be another second run.
+        """
+        if self._run is not None:
+            return self._differentiate_again(grads, keep_graph)
+        try:
+            return super().differentiate(grads, split=split, keep_graph=keep_graph)
+        except RuntimeError as error:
+            edges = [end.edge for end in self.exports if end is not None and end.edge is not None]
+            # The pass of the caller has freed it.
+            if current_pass() >= 0 and any(map(will_run, _operations(edges))):
+                raise self.column.by_itself() from error
+            raise
+
+    def _differentiate_again(self, grads: Sequence[Leaf], keep_graph: bool) -> list[Leaf]:
+        if self._again is None:
+            return []
+        # A hook may start another pass through this cell, which runs again for that.
+        (leaves, edges), self._again = self._again, None
+        pairs = [(edge, grad) for edge, grad in zip(edges, grads) if edge is not None and grad is not None]
+        result: list[Leaf] = []
+        if pairs:
+            with self.told("backward"):
+                result = self.column.sink([edge for edge, _ in pairs], [grad for _, grad in pairs], leaves, False)
+        if not keep_graph:
+            assert self._run is not None
+            self._run.forget()  # The engine drops its part now as well.
+        return result
+
+
+def _may_need_grad(leaves: Leaves, outputs: Leaves) -> list[bool]:
+    """Return for each output of a first run, which has no graph, whether it may need a gradient.
+
+    What the layers pass on as they got it, such as a mask, needs one if they got it with one. Of others, only the
+    second run can tell.
+    """
+    frozen = {id(leaf) for leaf in leaves if leaf is not None and not leaf.requires_grad}
+    return [
+        output is not None and (output.is_floating_point() or output.is_complex()) and id(output) not in frozen
+        for output in outputs
+    ]
+
+
+def _edges_of(outputs: Sequence[Tensor | None]) -> list[Edge | None]:
+    """Return where the gradients of ``outputs`` enter their graph; None for an output that needs no gradient."""
+    return [None if output is None or not output.requires_grad else get_gradient_edge(output) for output in outputs]
+
+
+def _operations(edges: Sequence[Edge]) -> list[Any]:
+    """Return the nodes of a graph that no other graph has: all but those at which gradients are accumulated."""
+    return [node for node in nodes_below(list(edges)) if type(node).__name__ != "AccumulateGrad"]

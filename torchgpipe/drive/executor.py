@@ -1,0 +1,243 @@
+"""Running a program: the actions of each device, forward and backward, without a graph between the cells.
+
+The graph is cut where a partition begins, so the backward of a cell is a call, and a program says when it comes. Two
+*fronts* give the cells: micro-batches of a Sequential (`step`), and frames of any module (`torchgpipe.frames`).
+
+    F(i, j)   computes the cell; what it hands to later cells is noted there, with where its gradient arrives
+    B(i, j)   differentiates the cell, and takes the gradients of what has entered it to the cells that they come from;
+              I(i, j) does the same, and leaves the gradients of the parameters to W(i, j)
+    R(i, j)   runs a cell again that has left no graph, as soon as its device is free: before its gradient is there
+
+A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
+their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
+worker: a device thread of the autograd engine could not run them while it waits for another cell.
+
+Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all actions have run, see `delivery`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from torchgpipe.cell.cell import Arrival, Cell, Source
+from torchgpipe.cell.out_of_memory import MiniBatchFacts, add_shortage
+from torchgpipe.devices.interrupts import uninterrupted
+from torchgpipe.devices.stream import Stream
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.drive.agenda import Agenda
+from torchgpipe.drive.workers import Task, run_in_workers
+from torchgpipe.gradients.aliases import Aliases, filling_aliases
+from torchgpipe.graph.function import unshare, without_gradient
+from torchgpipe.listener.listener import Listener
+from torchgpipe.offload.aliases import OffloadedAliases, resting_of
+from torchgpipe.offload.residence import Residence
+from torchgpipe.offload.resting import Rested, Resting
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.schedule import Action
+from torchgpipe.transport.route import Route, copy_back, mark_ready, release, wait_back
+
+__all__ = ["Executor", "Front", "ProgramFront"]
+
+
+class Front(Protocol):
+    """Gives the cells of a mini-batch.
+
+    Attributes:
+        streams: where each column computes
+    """
+
+    @property
+    def streams(self) -> Sequence[Stream]: ...
+
+    def leaving(self, j: int) -> Sequence[Route]:
+        """Return the routes that begin at column ``j``."""
+
+    def forward(self, i: int, j: int, *, recomputes: bool) -> None:
+        """Compute a cell; an error has a note of the place.
+
+        Args:
+            i: the micro-batch
+            j: the column
+            recomputes: whether an R of this cell comes
+        """
+
+    def place(self, j: int) -> int:
+        """Return the partition that runs in column ``j``, for errors."""
+
+    def cancel(self) -> None:
+        """Wind up what is under way, after an error."""
+
+
+class ProgramFront(Front, Protocol):
+    """Gives the cells of a mini-batch whose backward is a part of the program, too."""
+
+    def recompute(self, i: int, j: int) -> None:
+        """Run a cell again, with a graph."""
+
+    def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
+        """Return a cell that has been computed; if its last backward begins, nothing else need keep it.
+
+        None if there is nothing to differentiate.
+        """
+
+    def differentiating(self, j: int) -> AbstractContextManager[object]:
+        """Surround a recomputation or a backward in column ``j``."""
+
+    @property
+    def partitions(self) -> Sequence[int]:
+        """For each column, its partition, whose weights come and go together."""
+
+    @property
+    def listener(self) -> Listener | None:
+        """The listener of the mini-batch, if there is one."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether to look at each operation on weights that live in host memory."""
+
+
+class Executor:
+    """Runs the actions of a program.
+
+    Args:
+        front: gives the cells
+        ambient: the settings of the caller
+        facts: what a note about memory is made from
+        aliases: the aliases of the parameters; None if the program has no backward, which autograd drives
+    """
+
+    def __init__(self, front: Front, ambient: Ambient, facts: MiniBatchFacts, aliases: Aliases | None = None) -> None:
+        self._front, self._ambient, self._facts, self._aliases = front, ambient, facts, aliases
+        self._residence: Residence | None = None
+
+    def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
+        """Run actions, inline or in workers.
+
+        Args:
+            agenda: the actions
+            ambient: the settings that workers run in
+            keep_graph: whether the graphs will be differentiated again
+
+        Raises:
+            BaseException: the error of the first action that failed, in the order of the agenda, with notes
+        """
+        actions, streams = agenda.actions, self._front.streams
+
+        def run(number: int) -> None:
+            action = actions[number]
+            self._run(action, recomputes=action[1:] in agenda.recomputed, keep_graph=keep_graph)
+
+        with self._resident(actions):
+            if len({stream.device for stream in streams}) == 1:
+                with streams[0].use():
+                    for number in range(len(actions)):
+                        run(number)
+            else:
+                tasks = [Task(streams[action.j], needs) for action, needs in zip(actions, agenda.needs)]
+                try:
+                    run_in_workers(tasks, run, ambient)
+                finally:
+                    release([route for j in range(len(streams)) for route in self._front.leaving(j)])
+
+    def run_in_this_thread(self, actions: Sequence[Action]) -> None:
+        """Run actions one after the other, whatever their devices."""
+        with self._resident(actions):
+            for action in actions:
+                with self._front.streams[action.j].use():
+                    self._run(action, recomputes=False, keep_graph=False)
+
+    @contextmanager
+    def _resident(self, actions: Sequence[Action]) -> Iterator[None]:
+        """Let weights come and go in a ``with`` block, and wind up after an error."""
+        front: Any = self._front
+        if isinstance(self._aliases, OffloadedAliases):
+            self._residence = Residence(
+                self._aliases, front.streams, actions, front.partitions, front.listener, watches=front.watches
+            )
+        try:
+            try:
+                yield
+            except BaseException:
+                uninterrupted(front.cancel)
+                raise
+        finally:
+            if self._residence is not None:
+                self._residence.end()
+
+    def _run(self, action: Action, *, recomputes: bool, keep_graph: bool) -> None:
+        """Run one action. All of them pass here: what a partition needs on its device comes before, and goes after."""
+        kind, i, j = action
+        residence = self._residence
+        try:
+            if residence is not None:
+                residence.before(action)
+            if kind == "F":
+                with nullcontext() if residence is None else residence.watching(j):
+                    self._front.forward(i, j, recomputes=recomputes)
+                if self._aliases is not None:  # Autograd's `Wait` marks it otherwise.
+                    mark_ready(self._front.leaving(j), i)
+            else:
+                self._run_backward(action, keep_graph)
+            if residence is not None:
+                residence.after(action)
+        except BaseException as error:
+            place = Action(kind, i, self._front.place(j))
+            add_shortage(error, self._facts, place, self._front.streams[j].device)
+            raise
+
+    def _run_backward(self, action: Action, keep_graph: bool) -> None:
+        """Run R, B, I or W."""
+        kind, i, j = action
+        front, aliases = cast(ProgramFront, self._front), self._aliases
+        assert aliases is not None
+        # In this thread, and outside of autocast, as `loss.backward()` is.
+        with (
+            front.differentiating(j),
+            filling_aliases(),
+            torch.autograd.set_multithreading_enabled(False),
+            self._ambient.without_autocast(),
+            nullcontext() if self._residence is None else self._residence.watching(j),
+        ):
+            if kind == "R":
+                front.recompute(i, j)
+                return
+            cell = front.cell(i, j, last=kind != "I" and not keep_graph)
+            if cell is None:
+                return
+            fresh, sources, grads = without_gradient(aliases.of(j)), cell.sources, list[Leaf]()
+            if not keep_graph:
+                cell.sources = []  # They lead to the graphs of earlier columns, which are to be freed before W comes.
+            if kind == "W":
+                cell.differentiate_weights()
+            else:
+                wait_back(front.leaving(j), i)
+                grads = cell.differentiate(cell.arrived(), split=kind == "I", keep_graph=keep_graph)
+            unshare(fresh)
+        self._return(action, sources, grads, resting_of(aliases))
+
+    def _return(
+        self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf], resting: Resting | None
+    ) -> None:
+        """Take gradients to the cells that they come from; those that take the same route go together."""
+        i = action.i
+        by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
+        for (route, arrival), grad in zip(sources, grads):
+            if grad is None:
+                continue
+            if resting is not None and arrival.column is not None:
+                rested = resting.rest(grad, action, Action("B", i, arrival.column))
+                if isinstance(rested, Rested):
+                    arrival.add(rested)
+                    continue
+            by_route.setdefault(route, []).append((arrival, grad))
+        for route, pairs in by_route.items():
+            together: Leaves = tuple([grad for _, grad in pairs])
+            if route is not None:
+                together = copy_back(route, i, together)
+            for (arrival, _), moved in zip(pairs, together):
+                arrival.add(moved)

@@ -1,0 +1,407 @@
+"""A step of a Sequential: its micro-batches, as the front of a program.
+
+What travels from cell to cell is the leaves of a value, and skips; each with where its gradient arrives. In a program,
+j is a partition. Here j is a view, which may be a part of a partition, or several partitions; see `agenda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from torchgpipe.cell.cell import Arrival, Export, Source
+from torchgpipe.cell.layers_cell import LayersCell
+from torchgpipe.cell.layers_column import LayersColumn, Mechanisms, begin_step, make_columns
+from torchgpipe.cell.out_of_memory import facts_of
+from torchgpipe.devices.torch_internals import shares_memory, versions
+from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.drive.agenda import Agenda, agenda_of
+from torchgpipe.drive.executor import Executor
+from torchgpipe.gradients.aliases import Aliases, filling_aliases, weights_of
+from torchgpipe.gradients.delivery import with_gradients
+from torchgpipe.gradients.replicas import Replicas
+from torchgpipe.graph.cut import CutGraph
+from torchgpipe.graph.function import refuse_transforms
+from torchgpipe.listener.listener import Listener
+from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.partition import Partition
+from torchgpipe.model.views import Joined, joinable, views_of_each
+from torchgpipe.offload.aliases import make_aliases, resting_of
+from torchgpipe.offload.host_memory import HostMemory
+from torchgpipe.offload.resting import Rested, awake
+from torchgpipe.replay.ambient import Ambient
+from torchgpipe.replay.random import RandomStates
+from torchgpipe.replay.random_numbers import RandomNumbers
+from torchgpipe.schedule import Action, Program, Schedule
+from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.transport.route import Route, copy_forward
+
+__all__ = ["run_step"]
+
+#: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
+Finish: TypeAlias = Callable[[int, Batch], Tensor]
+
+
+def run_step(
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    inputs: list[Batch],
+    program: Program,
+    finish: Finish,
+    mechanisms: Mechanisms,
+    *,
+    gather: Callable[[], Any],
+    checkpointed: Sequence[int],
+    backward: bool,
+    replicas: Replicas,
+    schedule: Schedule,
+    lock: AbstractContextManager[Any],
+    random_numbers: RandomNumbers,
+    host_memory: HostMemory | None = None,
+    watches: bool = False,
+) -> Any:
+    """Run a mini-batch, and add the gradients of its loss to ``.grad``.
+
+    Args:
+        partitions: the layers, on their devices; a partition may be divided into several views
+        devices: the device of each view
+        inputs: the micro-batches, on the first device
+        program: a list of actions for each device, which can run, in terms of partitions
+        finish: computes the loss of a micro-batch from its output
+        mechanisms: the mechanisms of the pipeline
+        gather: computes what to return, after the last cell
+        checkpointed: for each view, how many micro-batches, from the first on, may be recomputed
+        backward: whether to run backward
+        replicas: the replicas of the pipeline, which run a step at the same time
+        schedule: what the program comes from, for errors
+        lock: held while the layers have aliases of their parameters
+        random_numbers: the random numbers of the mini-batch
+        host_memory: takes weights to devices, if they live in host memory
+        watches: whether to look at each operation on weights that live in host memory
+
+    Raises:
+        BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
+    """
+    with lock:
+        with replicas.together("the preparation of a step"):
+            refuse_transforms()
+            listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
+            # A listener hears of each partition.
+            apart = listener is not None or host_memory is not None
+            joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
+            views = tuple(map(tuple, views_of_each(partitions)))
+            facts = facts_of(schedule, partitions, checkpointed, backward=backward)
+            counts = tuple(checkpointed) if backward else ()
+            agenda = agenda_of(tuple(map(tuple, program)), views, joins, counts, backward=backward)
+            columns = agenda.columns
+            joined = [
+                Joined([partitions[k] for k in views]) if len(views) > 1 else partitions[views[0]] for views in columns
+            ]
+            devices = [devices[views[0]] for views in columns]
+            modules = [list(partition.modules()) for partition in joined]
+            slots = [
+                (module, name, j)
+                for j, modules_of_view in enumerate(modules if backward or host_memory is not None else [])
+                for module in modules_of_view
+                for name, _ in module._parameters.items()
+            ]
+            streams = None if host_memory is None else mechanisms.streams
+            if host_memory is not None:
+                host_memory.keep_frozen(weights_of(slots), devices)
+            aliases = make_aliases(slots, devices, streams, lock, host_memory, backward=backward)
+
+        def work() -> Any:
+            with aliases.installed():
+                cells = _MicroBatches(
+                    joined,
+                    devices,
+                    modules,
+                    inputs,
+                    finish,
+                    mechanisms,
+                    backward,
+                    listener,
+                    aliases,
+                    random_numbers,
+                    watches,
+                )
+                with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
+                    cells.run(Executor(cells, cells.ambient, facts, aliases), agenda)
+                    return gather(), cells.entered()
+
+        return with_gradients(aliases, work, replicas) if backward else work()[0]
+
+
+class _MicroBatches:
+    """The cells of a step, and what travels between them. See `run_step` for the arguments.
+
+    Attributes:
+        ambient: the settings of the caller
+        streams: where each partition computes
+        partitions: for each view, its partition
+        listener: the listener of the mini-batch, if there is one
+        watches: whether to look at each operation on weights that live in host memory
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        devices: Sequence[torch.device],
+        modules: Sequence[list[nn.Module]],
+        inputs: list[Batch],
+        finish: Finish,
+        mechanisms: Mechanisms,
+        backward: bool,
+        listener: Listener | None,
+        aliases: Aliases,
+        random_numbers: RandomNumbers,
+        watches: bool,
+    ) -> None:
+        self._aliases, self.watches, self.listener = aliases, watches, listener
+        self._m, self._n = len(inputs), len(partitions)
+        self._finish, self._backward = finish, backward
+        self.ambient = Ambient()
+        self._random_numbers = random_numbers
+        self._has_rows = any([leaf is not None and leaf.numel() > 0 for leaf in inputs[0].leaves])
+        self._recomputed = False
+        self._columns = make_columns(
+            partitions,
+            devices,
+            modules,
+            self._m,
+            mechanisms,
+            lambda device, owned: RandomStates(
+                device, owned, beside=False, between=True, generators=random_numbers.following(device)
+            ),
+            ambient=self.ambient,
+            ordered=False,
+            in_program=True,
+            listener=listener,
+        )
+        self.streams = [column.stream for column in self._columns]
+        self.partitions = [column.j for column in self._columns]
+        #: The inputs that require grad, with where their gradients arrive.
+        self._inputs: list[tuple[Tensor, Arrival]] = []
+        self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
+        self._skips: dict[tuple[int, SkipKey], tuple[Leaf | Rested, Source | None]] = {}
+        #: Where each skip is popped.
+        self._poppers = {portal.key: j for j, column in enumerate(self._columns) for portal in column.receiving}
+        self._cells: dict[tuple[int, int], LayersCell] = {}
+        #: The inputs of cells that run again, with their versions.
+        self._inputs_of: dict[tuple[int, int], tuple[Sequence[Leaf | Rested], list[int]]] = {}
+
+    def _entering(self, batch: Batch) -> tuple[Batch, list[Leaf | Rested], list[Source | None]]:
+        """Return an input whose leaves have no history."""
+        leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]
+        sources: list[Source | None] = [None] * len(leaves)
+        for k, leaf in enumerate(batch.leaves):
+            if leaf is not None and leaf.requires_grad and self._backward:
+                self._inputs.append((leaf, Arrival()))
+                sources[k] = None, self._inputs[-1][1]
+        return batch.replace(()), [*leaves], sources
+
+    def entered(self) -> Iterator[tuple[Tensor, Leaf]]:
+        """Yield the inputs that require grad, with their gradients."""
+        for tensor, arrival in self._inputs:
+            yield tensor, arrival.total()
+
+    def run(self, executor: Executor, agenda: Agenda) -> None:
+        """Run all actions."""
+        executor.run(agenda, self.ambient)
+        self._random_numbers.end(counts=self._has_rows, recomputes=self._recomputed)
+
+    def forward(self, i: int, j: int, *, recomputes: bool) -> None:
+        """See `Front.forward`."""
+        column, is_last = self._columns[j], j == self._n - 1
+        last = _LastCell(i, column, j, self._finish, self._backward) if is_last else None
+        cell = last or LayersCell(i, column, j)
+        try:
+            batch, values, sources = self._values.pop((i, j))
+            leaves = _brought(column.arriving, i, values)
+            for portal in column.receiving:
+                skip, source = self._skips.pop((i, portal.key))
+                leaves += _brought(portal.route, i, [skip])
+                values.append(skip)
+                sources.append(source)
+            cell.begin(batch)
+            with self._random_numbers.of(i, column.stream.device):
+                if not self._backward:
+                    with column.recorded("forward", i), torch.no_grad(), column.layers.exclusively():
+                        outputs = cell.compute(leaves)
+                    exports: Sequence[Export | None] = [None] * len(outputs)
+                else:
+                    cell.sources = [
+                        source for source, x in zip(sources, leaves) if source and x is not None and x.requires_grad
+                    ]
+                    outputs = self._run(cell, values, leaves, recomputes=recomputes)
+                    if last is not None and cell.recomputes:
+                        last.differentiate_loss(outputs)
+                    self._cells[i, j], exports = cell, cell.exports
+            self._aliases.verify_returned(outputs, column.where)
+            now = Action("F", i, j)
+            if last is not None:
+                grads, last.grads = last.grads, ()
+                for end, grad in zip(exports, self._let_rest(grads, grads, now, Action("B", i, j))):
+                    if end is not None:
+                        end.add(grad)
+                return
+            width = len(outputs) - len(column.sending)
+            for portal, leaf, end in zip(column.sending, outputs[width:], exports[width:]):
+                (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
+                self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
+            route = self._columns[j + 1].arriving
+            self._values[i, j + 1] = (
+                cell.end(()),
+                self._let_rest(outputs[:width], outputs[:width], now, Action("F", i, j + 1)),
+                [None if end is None else (route, end) for end in exports[:width]],
+            )
+        except BaseException as error:
+            column.note(error, i, "forward")
+            raise
+
+    def _run(self, cell: LayersCell, values: Sequence[Leaf | Rested], leaves: Leaves, *, recomputes: bool) -> Leaves:
+        """Run the layers of a cell, keep the input of one that runs again, and return the outputs.
+
+        Args:
+            cell: the cell
+            values: the input as it has come, in host memory or not
+            leaves: the input where it is needed
+            recomputes: whether to run again, if there is anything to differentiate
+        """
+        i, j = cell.i, cell.number
+        recomputes = recomputes and cell.column.needs_grad(leaves)
+        outputs = cell.forward(leaves, recomputes=recomputes)
+        if recomputes:
+            kept = self._let_rest(values, leaves, Action("F", i, j), Action("B", i, j))
+            self._inputs_of[i, j] = kept, versions(_at_hand(kept))
+        return tuple([x if x is None else x.requires_grad_(end is not None) for x, end in zip(outputs, cell.exports)])
+
+    def _let_rest(
+        self, values: Sequence[Leaf | Rested], leaves: Sequence[Leaf], now: Action, until: Action
+    ) -> list[Leaf | Rested]:
+        """Return leaves, or where they rest until an action; those that have been in host memory are there."""
+        resting = resting_of(self._aliases)
+        if resting is None:
+            return [*leaves]
+        return [
+            None if leaf is None else resting.rest(leaf, now, until, value if isinstance(value, Rested) else None)
+            for value, leaf in zip(values, leaves)
+        ]
+
+    def recompute(self, i: int, j: int) -> None:
+        """See `ProgramFront.recompute`.
+
+        Raises:
+            RuntimeError: the input of the cell was changed in place since.
+        """
+        kept, before = self._inputs_of.pop((i, j), ((), []))
+        if not before:
+            return  # There is nothing to differentiate.
+        self._recomputed = True
+        if versions(_at_hand(kept)) != before:
+            error = RuntimeError(
+                f"{self._columns[j].where} cannot be recomputed, because its input was changed in place after it ran, "
+                "perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
+                "checkpoint='never'"
+            )
+            self._columns[j].note(error, i, "recomputation")
+            raise error
+        self._cells[i, j].recompute(tuple([awake(leaf) for leaf in kept]))
+
+    def cell(self, i: int, j: int, *, last: bool) -> LayersCell:
+        """See `ProgramFront.cell`."""
+        return self._cells.pop((i, j)) if last else self._cells[i, j]
+
+    def differentiating(self, j: int) -> AbstractContextManager[object]:
+        """See `ProgramFront.differentiating`."""
+        return self._random_numbers.backward(self.streams[j].device)
+
+    def leaving(self, j: int) -> Sequence[Route]:
+        """See `Front.leaving`."""
+        return self._columns[j].leaving
+
+    def place(self, j: int) -> int:
+        """See `Front.place`."""
+        return self._columns[j].running
+
+    def cancel(self) -> None:
+        """See `Front.cancel`."""
+
+
+def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Leaves:
+    """Return values of micro-batch ``i`` where they are needed, whether they rest, or come by a route."""
+    plain = _at_hand(values)
+    moved = iter(plain if route is None else copy_forward(route, i, plain))
+    return tuple([value.get() if isinstance(value, Rested) else leaf for value, leaf in zip(values, moved)])
+
+
+def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
+    return tuple([None if isinstance(value, Rested) else value for value in values])
+
+
+class _LastCell(LayersCell):
+    """A cell of the last partition, which computes the loss once.
+
+    If the cell keeps its graph, the loss ends that. If it runs again, the loss has a graph of its own, which is
+    differentiated at once, so that nothing of it is kept or recomputed:
+
+        first run     layers ──► output ╎ output ──► loss
+                                        ╎ grads  ◄── 1
+        second run    layers ──► output ╎
+        backward      layers ◄── grads ─┘
+
+    Attributes:
+        grads: the gradients of the leaves that `compute` has returned first
+    """
+
+    __slots__ = ("_backward", "_finish", "grads")
+
+    def __init__(self, i: int, column: LayersColumn, number: int, finish: Finish, backward: bool) -> None:
+        super().__init__(i, column, number)
+        self._finish: Finish | None = finish
+        self._backward = backward
+        self.grads: Leaves = ()
+
+    def compute(self, leaves: Leaves) -> Leaves:
+        """Run the layers and, unless these will run or have run twice, the loss function behind them."""
+        outputs = super().compute(leaves)
+        if self._finish is None or (self._backward and not torch.is_grad_enabled()):
+            return outputs
+        share = self._finish(self.i, self.end(outputs))
+        self.grads = (torch.ones_like(share),)
+        return (share,)
+
+    def differentiate_loss(self, outputs: Leaves) -> None:
+        """Compute the loss of the output of a first run, and its gradients with respect to that."""
+        assert self._finish is not None
+        finish, self._finish = self._finish, None
+        can_need = [x is not None and x.requires_grad for x in outputs]
+        cut = CutGraph(self.column.stream.device, self.column.by_itself)
+        with torch.enable_grad():
+            entered = iter(cut.enter(*[x.detach() for x, can in zip(outputs, can_need) if can and x is not None]))
+            share = finish(self.i, self.end(tuple([next(entered) if can else x for x, can in zip(outputs, can_need)])))
+        if not share.requires_grad:
+            self.grads = (None,) * len(outputs)
+            return
+        try:
+            with (
+                filling_aliases(),
+                torch.autograd.set_multithreading_enabled(False),
+                self.column.ambient.without_autocast(),
+            ):
+                edge, seed = get_gradient_edge(share), torch.ones_like(share)
+                grads = iter(cut.differentiate([edge], [seed], self.column.sink, lambda _: nullcontext()))
+        except BaseException as error:
+            error.add_note("in the backward of the loss")
+            raise
+        self.grads = tuple([_of_its_own(next(grads)) if can else None for can in can_need])
+
+
+def _of_its_own(grad: Leaf) -> Leaf:
+    """Return a gradient that waits for backward, in memory that no later micro-batch adds to."""
+    return grad.clone() if grad is not None and shares_memory(grad) else grad

@@ -1,0 +1,263 @@
+"""Aliases in the place of parameters while the cells of a program run.
+
+An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one partition add. A parameter
+that several partitions share has an alias in each of them, so the order of the sum does not depend on the order of
+threads. On another device the alias is a copy, made once for each mini-batch. Where weights live in host memory, an
+alias has memory only while its partition is on its device, see `torchgpipe.offload.aliases`.
+
+A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
+backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
+aliases are watched; and a pass of the caller that goes through aliases as well as through the output is always refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.interrupts import uninterrupted
+from torchgpipe.devices.stream import Streams
+from torchgpipe.devices.torch_internals import parameter_like, will_run
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.gradients.deliver import sum_of
+from torchgpipe.graph.cut import differentiated_by_itself
+from torchgpipe.graph.function import nodes_behind
+from torchgpipe.replay.found import registered
+
+__all__ = ["Aliases", "Slot", "StepLock", "filling_aliases", "weights_of"]
+
+#: A place of a parameter: the module, the name there, and the partition.
+Slot = tuple[nn.Module, str, int]
+
+
+class _Differentiating(threading.local):
+    is_a_cell = False
+
+
+#: Whether this thread differentiates a cell.
+_differentiating = _Differentiating()
+
+
+class filling_aliases:
+    """Let gradients arrive at aliases in a ``with`` block, in this thread."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _differentiating.is_a_cell = True
+
+    def __exit__(self, *_: object) -> None:
+        _differentiating.is_a_cell = False
+
+
+def _refuse_outside(alias: Tensor) -> None:
+    if not _differentiating.is_a_cell:
+        raise differentiated_by_itself("the model")
+
+
+class StepLock:
+    """A lock that its owner can be copied and pickled with: the copy has another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return StepLock, ()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Aliases:
+    """The aliases of the parameters of a model during a mini-batch.
+
+    Args:
+        slots: where parameters are
+        devices: the device of each partition
+        streams: tells what must be copied; None if all parameters are on the devices of their partitions
+        lock: held while the modules have the aliases, which other threads must not meet
+        backward: whether gradients are wanted
+        watched: whether gradients that do not come from a cell are refused
+
+    Attributes:
+        trained: the parameters that have aliases with gradients, each once
+    """
+
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        devices: Sequence[torch.device],
+        streams: Streams | None,
+        lock: AbstractContextManager[Any],
+        *,
+        backward: bool,
+        watched: bool = False,
+    ) -> None:
+        self._devices, self._streams = devices, streams
+        self._backward, self._watched = backward, watched
+        self._lock = lock
+        #: By the id of a parameter, and the partition.
+        self._by_partition: dict[tuple[int, int], Tensor] = {}
+        #: The parameter of each alias.
+        self._parameters: dict[Tensor, Tensor] = {}
+        #: The aliases of each trained parameter, by partition.
+        self._of_trained: dict[Tensor, dict[int, Tensor]] = {}
+        self._in_partition: list[list[Tensor]] = [[] for _ in devices]
+        self._installed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        for module, name, j in slots:
+            parameter = module._parameters[name]
+            if parameter is not None and not is_lazy(parameter):
+                alias = self._alias(parameter, j, f"'{name}' of a {type(module).__name__}")
+                if alias is not parameter:
+                    self._installed.append((module, name, parameter, alias))
+        self.trained = list(self._of_trained)
+
+    def _alias(self, parameter: Tensor, j: int, name: str = "") -> Tensor:
+        key = (id(parameter), j)
+        known = self._by_partition.get(key)
+        if known is not None:
+            return known
+        trains = self._backward and parameter.requires_grad
+        alias = self._make(parameter, j, name, trains=trains)
+        if alias is None:
+            return parameter
+        self._parameters[alias] = parameter
+        if vars(parameter):
+            vars(alias).update(vars(parameter))
+        if trains and self._watched:
+            alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
+        self._by_partition[key] = alias
+        self._in_partition[j].append(alias)
+        if trains:
+            self._of_trained.setdefault(parameter, {})[j] = alias
+        return alias
+
+    def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor | None:
+        """Return a new alias; None if the parameter itself serves.
+
+        Args:
+            parameter: the parameter
+            j: the partition
+            name: names the parameter, for errors; '' where the model uses it outside of its module
+            trains: whether the alias gets a gradient
+        """
+        away = self._moves(parameter, self._devices[j])
+        if not trains and not away:
+            return None
+        values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
+        return parameter_like(parameter, values, requires_grad=trains)
+
+    def _moves(self, tensor: Tensor, device: torch.device | None) -> bool:
+        """Return whether a tensor must be copied to be used on a device."""
+        if self._streams is None or device is None:
+            return False
+        home = self._streams.device_of(tensor)
+        return home is not None and self._streams.moves(home, device)
+
+    def at(self, tensor: Tensor, j: int) -> Tensor | None:
+        """Return the alias in partition ``j`` of a parameter, given it or an alias of it; None for others."""
+        is_known = tensor in self._parameters or (id(tensor), j) in self._by_partition
+        return self.make(tensor, j) if is_known else None
+
+    def make(self, tensor: Tensor, j: int) -> Tensor:
+        """Return the alias in partition ``j`` of a parameter of the model, given it or an alias of it."""
+        return self._alias(self._parameters.get(tensor, tensor), j)
+
+    def verify_apart(self) -> None:
+        """Check that the pass of the caller that this thread is in goes through no graph of a cell itself.
+
+        Raises:
+            RuntimeError: it begins at a tensor from the midst of the model as well, whose graph is freed by then.
+        """
+        trained = [alias for aliases in self._of_trained.values() for alias in aliases.values()]
+        if any(map(will_run, nodes_behind(trained))):
+            raise differentiated_by_itself("the model")
+
+    def used(self, leaves: Iterable[Tensor]) -> set[Tensor]:
+        """Return the parameters that have one of these leaves as an alias."""
+        return {self._parameters[leaf] for leaf in leaves if leaf in self._parameters}
+
+    def all(self) -> list[Tensor]:
+        """Return the aliases in all partitions."""
+        return [alias for aliases in self._in_partition for alias in aliases]
+
+    def of(self, j: int) -> list[Tensor]:
+        """Return the aliases in a partition."""
+        return self._in_partition[j]
+
+    def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
+        """Check that no tensor that leaves a partition is a weight whose memory leaves; here none does."""
+
+    def verify_unchanged(self, j: int) -> None:
+        """Check that no parameter of a partition has changed since its alias was made; here they share the memory."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let the modules have the aliases in a ``with`` block."""
+        with self._lock:
+            try:
+                for module, name, parameter, alias in self._installed:
+                    # The caller may have replaced the parameter between forward and backward.
+                    if registered(module._parameters, name) is parameter:
+                        _assign(module, name, alias)
+                yield
+            finally:
+                uninterrupted(self._remove)
+
+    def _remove(self) -> None:
+        for module, name, parameter, alias in self._installed:
+            if registered(module._parameters, name) is alias:
+                _assign(module, name, parameter)
+
+    def take(self) -> list[Leaf]:
+        """Return the gradients of the trained parameters, and leave none behind."""
+        return [self._take(parameter) for parameter in self.trained]
+
+    def take_of(self, j: int) -> Iterator[tuple[Tensor, Leaf]]:
+        """Yield the trained parameters that no partition before ``j`` has, with their gradients, and leave none.
+
+        An earlier partition may add to the aliases of a later one, too: what it recomputes finds those in the modules.
+        """
+        for parameter in self.trained:
+            if min(self._of_trained[parameter]) == j:
+                yield parameter, self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> Leaf:
+        aliases = self._of_trained[parameter]
+        if len(aliases) == 1:
+            (alias,) = aliases.values()
+            return self._take_from(alias, parameter)
+        total = None
+        for _, alias in sorted(aliases.items()):  # Partitions are always added in this order.
+            total = sum_of(total, self._take_from(alias, parameter))
+        return total
+
+    def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
+        """Return the gradient of an alias where its parameter is, and leave none."""
+        grad, alias.grad = alias.grad, None
+        home = None if grad is None or self._streams is None else self._streams.device_of(parameter)
+        return grad.to(home) if grad is not None and self._moves(grad, home) else grad
+
+
+def weights_of(slots: Iterable[Slot]) -> Iterator[tuple[Tensor, int]]:
+    """Yield the parameters in slots, each with its partition."""
+    for module, name, j in slots:
+        parameter = module._parameters[name]
+        if parameter is not None and not is_lazy(parameter):
+            yield parameter, j
+
+
+def _assign(module: nn.Module, name: str, parameter: Tensor) -> None:
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)  # It keeps another list of its parameters.
+    else:
+        module._parameters[name] = parameter  # type: ignore[assignment]

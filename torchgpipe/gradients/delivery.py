@@ -1,0 +1,150 @@
+"""The way of the gradients of a step from aliases into ``.grad``: either all of them arrive, or none.
+
+The sum of a parameter's aliases goes to the parameter as the gradient of one plain layer would: hooks hear it once, and
+so does DistributedDataParallel. A tensor that a layer or the loss function has captured gets its gradient directly. If
+that is a parameter, its ``.grad`` from before the step is set aside meanwhile, so that a step that fails can put it
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from torchgpipe.devices.torch_internals import add_each, gradient_hooks, has_gradient_hooks, versions
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.gradients.deliver import refusal, sum_of
+from torchgpipe.gradients.replicas import Replicas
+from torchgpipe.graph.function import accumulate
+
+__all__ = ["with_gradients"]
+
+T = TypeVar("T")
+
+
+def with_gradients(
+    aliases: Aliases,
+    work: Callable[[], tuple[T, Iterable[tuple[Tensor, Leaf]]]],
+    replicas: Replicas | None = None,
+) -> T:
+    """Run a step, and add its gradients to ``.grad``; if it fails, ``.grad`` is as it was before.
+
+    Args:
+        aliases: the aliases of the parameters
+        work: runs the program, and returns the result of the step, and the inputs that require grad with their
+            gradients
+        replicas: the replicas, whose gradients are added up
+    """
+    delivery = _Delivery(aliases.trained)
+    try:
+        delivery.begin()
+        result, entered = work()
+        sums = aliases.take()
+        if replicas is not None and replicas.exist and sums:
+            sums = replicas.add_gradients(aliases.trained, sums)
+        with nullcontext() if replicas is None else replicas.together("the end of the step"):
+            delivery.let_hooks_hear(sums)
+            inputs = [(tensor, grad) for tensor, grad in entered if grad is not None]
+            if inputs:
+                torch.autograd.backward([tensor for tensor, _ in inputs], [grad for _, grad in inputs])
+        delivery.end(sums)
+        return result
+    except BaseException:
+        aliases.take()
+        delivery.undo()
+        raise
+
+
+class _Delivery:
+    """The way of gradients into ``.grad`` at the end of a step.
+
+    What was in ``.grad`` before is set aside. An optimizer that steps in a hook is not undone.
+
+    Args:
+        parameters: the parameters
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._before: list[Leaf] = [parameter.grad for parameter in parameters]
+        #: The numbers of the parameters with hooks, or with a graph of their own.
+        self._heard = [k for k, one in enumerate(parameters) if not one.is_leaf or has_gradient_hooks(one)]
+        #: Gradients from before that the hooks have seen added to in place, each with a copy.
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        heard = set(self._heard)
+        #: Gradients from before that no hook sees, with their versions.
+        self._quiet = [before for k, before in enumerate(self._before) if k not in heard]
+        self._versions = versions(self._quiet)
+        self._guards: list[Any] = []
+
+    def begin(self) -> None:
+        """Set aside what was in ``.grad``."""
+        for parameter, before in zip(self._parameters, self._before):
+            if before is not None:
+                parameter.grad = None
+        self._guards += [_guard(self._parameters[k]) for k in self._heard]
+
+    def let_hooks_hear(self, sums: Sequence[Leaf]) -> None:
+        """Let sums arrive at parameters with hooks as the gradients of one backward pass do."""
+        self._unguard()
+        heard = [(self._parameters[k], sums[k]) for k in self._heard]
+        for k in self._heard:
+            before = self._before[k]
+            self._parameters[k].grad = before
+            if before is not None and sums[k] is not None:
+                self._copies.append((before, before.detach().clone()))
+        pairs = [(get_gradient_edge(parameter), total) for parameter, total in heard if total is not None]
+        if pairs:
+            edges, totals = zip(*pairs)
+            accumulate(edges, totals, keep_graph=False)
+
+    @torch.no_grad()
+    def end(self, sums: Sequence[Leaf]) -> None:
+        """Add the sums of all other parameters to what was set aside; the last thing that may not fail."""
+        heard, befores, totals = set(self._heard), list[Tensor](), list[Tensor]()
+        for k, (parameter, before, total) in enumerate(zip(self._parameters, self._before, sums)):
+            if k in heard:
+                continue
+            total = sum_of(parameter.grad, total)  # The former is of a parameter that a layer has captured.
+            if before is None:
+                parameter.grad = total
+            elif total is not None and before.layout is torch.strided:
+                parameter.grad = before
+                befores.append(before)
+                totals.append(total)
+            else:
+                parameter.grad = sum_of(before, total)
+        if befores:
+            add_each(befores, totals)  # One call: Ctrl-C comes before all of it, or behind.
+
+    def undo(self) -> None:
+        """Put everything back that was there at the beginning, unless `end` has added all sums."""
+        self._unguard()
+        if versions(self._quiet) != self._versions:
+            return
+        for parameter, before in zip(self._parameters, self._before):
+            parameter.grad = before
+        for before, copied in self._copies:
+            before.detach().copy_(copied)
+
+    def _unguard(self) -> None:
+        for handle in self._guards:
+            handle.remove()
+
+
+def _guard(parameter: Tensor) -> Any:
+    """Refuse gradients that do not come from an alias, of which the hooks of a parameter would hear each part."""
+
+    def refuse(_: Tensor) -> None:
+        raise refusal(parameter)
+
+    handle: Any = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+    hooks: Any = gradient_hooks(parameter)
+    hooks.move_to_end(handle.id, last=False)
+    return handle

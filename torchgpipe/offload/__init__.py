@@ -1,0 +1,3 @@
+"""Weights and activations in host memory."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""From device to device: routes of streams, and portals of skips."""
+
+__all__: list[str] = []
