@@ -1,6 +1,7 @@
 """Schedules: what `torchgpipe.schedule` simulates, beside what happens, of `GPipe.step` and of pipelined modules.
 
     sleeping, pipelined_sleeping   layers that sleep, so that cores do not matter: simulated over measured time
+    recomputed                     the same where all is recomputed, beside recomputation that waits for the gradient
     activations, pipelined_activations   what each device saves for backward at the peak, in bytes
     recorded                       a recorded step, for the picture of the README
 
@@ -50,7 +51,8 @@ from benchmarks.program import Part, Program, Progress
 from benchmarks.records import KIB, Row, aim, named_way, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe import GPipe, pipelined
-from torchgpipe.schedule import NAMES, Simulation, program, simulate
+from torchgpipe.schedule import NAMES, Action, Simulation, program, simulate
+from torchgpipe.schedule.action import with_recomputation
 from torchgpipe.schedule.programs import usual_places
 from torchgpipe_balancing.held import HeldBytes, Saved
 
@@ -147,6 +149,42 @@ def sleeping(args: argparse.Namespace) -> dict[str, Any]:
         return {"schedule": schedule, "n": n, **slept(schedule, at, seconds, partial(step, x), args)}
 
     return all_slept(args, NAMES, row, "schedule", SLEEPING_AIMS)
+
+
+def recomputed(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure steps that recompute, and simulate them with recomputation before and behind the gradient's arrival."""
+    seconds, m = args.sleep, args.micro_batches
+    costs: dict[Any, float] = {"F": seconds, "B": 2 * seconds, "R": seconds}
+
+    def row(schedule: str, n: int) -> Row:
+        x = torch.zeros(m, 1, requires_grad=True)
+        step = stepping([Sleeping(seconds) for _ in range(n)], cpus(range(n)), schedule, m, mode="always")
+        measured = slept(schedule, range(n), seconds, partial(step, x), args)
+        actions = with_recomputation(program(schedule, m, range(n)), [m] * n)
+        again = {action[1:] for device in actions for action in device if action.kind == "R"}
+
+        def behind(action: Action) -> float:
+            return costs[action.kind] + seconds * (action.kind == "B" and action[1:] in again)
+
+        early, late = simulate(actions, costs).seconds, simulate(program(schedule, m, range(n)), behind).seconds
+        median = measured["measured"]["median"]
+        figures = {
+            "simulated": early,
+            "simulated/measured": early / median,
+            "behind": late,
+            "behind/measured": late / median,
+        }
+        return {"schedule": schedule, "n": n, **measured, **figures}
+
+    rows = [row(schedule, n) for n in args.partitions for schedule in ("GPipe", "1F1B")]
+    return {"seconds of F, R and half a B": seconds, "rows": rows}
+
+
+def recomputed_sleeping(result: dict[str, Any]) -> str:
+    """Return a table of steps that recompute."""
+    columns = {"devices": "n", "schedule": "schedule", "simulated, s": "simulated:.3f", "measured, s": "measured:3"}
+    behind = {"behind the gradient, simulated, s": "behind:.3f", "over measured": "behind/measured:.2f"}
+    return table_of(result["rows"], {**columns, **behind})
 
 
 def sleeping_pipelined(args: argparse.Namespace) -> dict[str, Any]:
@@ -397,6 +435,7 @@ def side_by_side(result: dict[str, Any]) -> str:
 
 
 PARTS = {
+    "recomputed": Part("step:recomputed", recomputed, {"layers that sleep and are recomputed": recomputed_sleeping}),
     "sleeping": Part("step:sleeping", sleeping, {"layers that sleep": step_sleeping}),
     "pipelined_sleeping": Part(
         "pipelined:sleeping", sleeping_pipelined, {"blocks of a pipelined module that sleep": pipelined_sleeping}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
-from torchgpipe.engine import workers
+from torchgpipe.drive import workers
 from torchgpipe.frames import threads
 
 DEVICES = ["cpu:0", "cpu:1"]

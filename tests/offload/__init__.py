@@ -1,1 +1,1 @@
-"""Tests of `torchgpipe.engine`: cells, recomputation, gradients, dependencies, copies, workers."""
+"""Tests of `torchgpipe.offload`."""

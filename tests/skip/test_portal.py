@@ -23,8 +23,8 @@ from tests.skip.layers import Pop, Stash, pair
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.typing import Leaves
-from torchgpipe.engine import copy as engine_copy
 from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.transport import route as engine_copy
 from torchgpipe.transport.portal import Portal
 
 M = 3

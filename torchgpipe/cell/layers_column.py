@@ -18,7 +18,8 @@ from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.gradients.deliver import ParameterGradients, add_to_grad
+from torchgpipe.gradients.of_calls import ParameterGradients
+from torchgpipe.gradients.sums import add_to_grad
 from torchgpipe.graph.function import Edge
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Listener, Place, Recorder

@@ -12,7 +12,7 @@ A program with one device runs in the caller's thread. With several, each device
 their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
 worker: a device thread of the autograd engine could not run them while it waits for another cell.
 
-Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all actions have run, see `delivery`.
+Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all actions have run, see `gradients.of_steps`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.drive.agenda import Agenda, agenda_of
 from torchgpipe.drive.executor import Executor
 from torchgpipe.gradients.aliases import Aliases, filling_aliases, weights_of
-from torchgpipe.gradients.delivery import with_gradients
+from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.graph.cut import CutGraph
 from torchgpipe.graph.function import refuse_transforms

@@ -29,7 +29,7 @@ from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece, visiting
 from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
-from torchgpipe.gradients.delivery import with_gradients
+from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
@@ -415,8 +415,7 @@ class Pipeline:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
         with self.in_one_piece(backward=False) as aliases:
             output = self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
-            if self.host_memory is not None:
-                aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+            aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
             return output
 
     @contextmanager

@@ -155,10 +155,15 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
 
 
 def _of_two_classes(labels: Tensor, ignored: int, half: int) -> Tensor:
-    """Return labels that are of another class in the rows from ``half`` on, if all are of one class."""
+    """Return labels that are of one class in the first rows, and of another one in the rows from ``half`` on.
+
+    If classes weigh differently, the means over labels and over their weights differ. Of labels of several classes as
+    they come, the few that count may weigh the same in both halves.
+    """
     classes = torch.unique(labels[labels != ignored])
-    if len(classes) != 1 or labels.is_floating_point():
+    if not len(classes) or labels.is_floating_point():
         return labels
-    other = labels.clone()
-    other[half:] = int(classes) - 1 if classes else 1
+    first, last = int(classes[0]), int(classes[-1])
+    other = torch.full_like(labels, first)
+    other[half:] = last if last != first else first - 1 if first else 1
     return torch.where(labels == ignored, labels, other)

@@ -25,7 +25,7 @@ from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import parameter_like, will_run
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.gradients.deliver import sum_of
+from torchgpipe.gradients.sums import sum_of
 from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import nodes_behind
 from torchgpipe.replay.found import registered

@@ -18,7 +18,7 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases, Slot
-from torchgpipe.gradients.deliver import sum_of
+from torchgpipe.gradients.sums import sum_of
 from torchgpipe.offload.host_memory import FrozenCopy, HostMemory, empty
 from torchgpipe.offload.resting import Resting
 

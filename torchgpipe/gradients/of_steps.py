@@ -19,8 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from torchgpipe.devices.torch_internals import add_each, gradient_hooks, has_gradient_hooks, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
-from torchgpipe.gradients.deliver import refusal, sum_of
 from torchgpipe.gradients.replicas import Replicas
+from torchgpipe.gradients.sums import refusal, sum_of
 from torchgpipe.graph.function import accumulate
 
 __all__ = ["with_gradients"]

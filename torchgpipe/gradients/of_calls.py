@@ -1,4 +1,4 @@
-"""The gradients of parameters: straight into ``.grad``, or, where anything listens, there once and whole.
+"""The gradients of parameters in a call: straight into ``.grad``, or, where anything listens, there once and whole.
 
 A cell with a graph of its own is differentiated by a backward pass inside the pass of the caller:
 
@@ -16,7 +16,7 @@ the sums, and one more while a cell is differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -25,11 +25,12 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, has_gradient_hooks, will_run
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.graph.function import Edge, Function, accumulate, gradients, unshare, without_gradient
-from torchgpipe.graph.hooks import refuse_none, without_hooks
+from torchgpipe.gradients.sums import add_to_grad, captured_by, differentiate_into, refusal
+from torchgpipe.graph.function import Edge, Function, unshare, without_gradient
+from torchgpipe.graph.hooks import refuse_none
 from torchgpipe.graph.phony import get_phony
 
-__all__ = ["ParameterGradients", "add_to_grad", "refusal", "sum_of"]
+__all__ = ["ParameterGradients"]
 
 
 class ParameterGradients:
@@ -94,7 +95,7 @@ class ParameterGradients:
         # A pass that names its inputs does not ask for the leaf.
         takes_all = will_run(self._leaf)
         if takes_all and not self._anything_listens():
-            for tensor in _captured(roots, [*leaves, *self._owned]):
+            for tensor in captured_by(roots, [*leaves, *self._owned]):
                 if has_gradient_hooks(tensor):
                     raise refusal(tensor)
             return _Pass(None)
@@ -170,107 +171,3 @@ class Deliver(Function):
                 if grad is None and type(node).__name__ == "AccumulateGrad":
                     refuse_none(node.variable)
         return None, None, *sums
-
-
-def add_to_grad(
-    owned: Sequence[Tensor],
-    roots: Sequence[Edge],
-    grads: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    *,
-    keep_graph: bool,
-) -> list[Leaf]:
-    """Differentiate the graph of a cell, and add the gradients of parameters, and of what was captured, to ``.grad``.
-
-    Args, returns and raises as `differentiate_into`.
-    """
-    try:
-        accumulate(roots, grads, keep_graph)
-    except RuntimeError:
-        # The first cell that uses a captured non-leaf frees what that was computed from.
-        _refuse_captured(roots, [*leaves, *owned])
-        raise
-    return [leaf.grad for leaf in leaves]
-
-
-def differentiate_into(
-    sums: list[Leaf],
-    owned: Sequence[Tensor],
-    roots: Sequence[Edge],
-    grads: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    *,
-    keep_graph: bool,
-) -> list[Leaf]:
-    """Differentiate the graph of a cell, and add the gradients of parameters to ``sums``.
-
-    Args:
-        sums: the sums of the gradients, one for each of the first parameters in ``owned``
-        owned: the parameters of the partition, those that require grad first
-        roots: where the graph is entered
-        grads: a gradient for each root
-        leaves: the inputs of the cell that require grad
-        keep_graph: whether the graph will be differentiated again
-
-    Returns:
-        the gradients of the leaves; None for one that was not used
-
-    Raises:
-        RuntimeError: the cell uses a tensor that is neither among the leaves nor owned, and the gradient of that tensor
-            would be lost, or another cell has used up what it was computed from.
-    """
-    _refuse_captured(roots, [*leaves, *owned])
-    wanted = [k for k in range(len(sums)) if owned[k].requires_grad]
-    inputs = [*leaves, *[owned[k] for k in wanted]]
-    if not inputs:
-        return []
-    with without_hooks(inputs[len(leaves) :]):
-        result = gradients(roots, grads, inputs, keep_graph)
-    for k, grad in zip(wanted, result[len(leaves) :]):
-        sums[k] = sum_of(sums[k], grad)
-    return result[: len(leaves)]
-
-
-def sum_of(total: Leaf, grad: Leaf) -> Leaf:
-    """Return a sum of gradients, either of which may be None or sparse."""
-    if total is None or grad is None:
-        return grad if total is None else total
-    # Sparse + dense is not defined, dense + sparse is.
-    return grad + total if grad.layout is torch.strided else total + grad
-
-
-def _refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
-    """Raise if the graph of a cell ends in a leaf that is not known.
-
-    Raises:
-        RuntimeError: the gradient of that leaf would be lost, or arrive in parts where a hook listens.
-    """
-    for tensor in _captured(roots, known):
-        raise refusal(tensor)
-
-
-def _captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves that a graph ends in, but for phonies and what is known."""
-    known_ids = set(map(id, known))
-    for node in _nodes(roots):
-        if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
-            yield node.variable
-
-
-def _nodes(roots: Iterable[Edge]) -> Iterator[Any]:
-    """Yield all nodes of a graph."""
-    pending: list[Any] = list({root.node: None for root in roots})
-    seen = {None, *pending}
-    for node in pending:  # The list grows meanwhile.
-        yield node
-        following = [end for end, _ in node.next_functions if end not in seen]
-        seen.update(following)
-        pending += following
-
-
-def refusal(tensor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a layer uses a tensor of shape {tuple(tensor.shape)}, or one computed from it, that requires grad but is "
-        "neither an input nor a parameter of the layers of its partition, so its gradient would be lost, or a hook of "
-        "it would hear parts; register it as a parameter of the layer, pass it as an input, or use checkpoint='never'"
-    )
