@@ -590,3 +590,19 @@ def test_ctrl_c_at_the_end_of_a_step_leaves_all_gradients_or_none(after: bool, m
     after_it = gradients(model)
     for name, grad in before.items():
         assert grad is not None and torch.equal(after_it[name], grad * 2 if after else grad)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZeroBubble"])
+def test_a_partition_without_inputs_is_recomputed(schedule: str) -> None:
+    """It was taken for one with nothing to differentiate, and its gradients were lost."""
+    drawn = Using(lambda linear, _: linear(torch.ones(2, 4)), 4)
+    layers = nn.Sequential(Apply(lambda x: ()), drawn, nn.Linear(4, 4))
+    model = GPipe(
+        layers, [1, 1, 1], devices=["cpu"] * 3, chunks=2, checkpoint="always", schedule=schedule, loss_fn=F.mse_loss
+    )
+    model.step(torch.ones(4, 4), torch.zeros(4, 4))
+    expected = copy.deepcopy(layers)
+    expected.zero_grad()
+    F.mse_loss(expected(None), torch.zeros(2, 4)).backward()
+    for mine, plain in zip(layers.parameters(), expected.parameters()):
+        torch.testing.assert_close(mine.grad, plain.grad)

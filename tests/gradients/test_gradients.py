@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,8 @@ from tests.conftest import Pipe
 from tests.gradients.model import CHUNKS, WIDTH, batch, model_of
 from tests.layers import Apply, Using, Weighted, With
 from tests.plain import assert_same, loss_of, outcome, plain_outcome
+from torchgpipe import GPipe
+from torchgpipe.replay.runs import Run
 
 # ------------------------------------------------------------------------------------------- layers of all kinds
 
@@ -269,6 +273,25 @@ def test_a_pass_inside_another_has_sums_of_its_own(pipe: Pipe, checkpoint: str, 
     expected = torch.autograd.grad(module(x).square().sum() + module(x).sum(), [x, *module.parameters()])
     found = [x.grad, *[parameter.grad for parameter in module.parameters()]]
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_passes_in_two_threads_differentiate_a_second_run_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One took the second run that the other had made, which then had none."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double()
+    model = GPipe(module, [1], devices=["cpu"], chunks=1, checkpoint="always")
+    x = batch()
+    loss = model(x).square().sum()
+    (expected,) = torch.autograd.grad(module(x).square().sum(), [x])
+    both, compare = threading.Barrier(2, timeout=60), Run.compare
+
+    def compared(self: Run, outputs: Any) -> None:
+        compare(self, outputs)
+        both.wait()
+
+    monkeypatch.setattr(Run, "compare", compared)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(torch.autograd.grad, loss, [x], retain_graph=True) for _ in range(2)]
+        assert all(torch.equal(one.result()[0], expected) for one in found)
 
 
 def test_gradients_that_are_not_requested_are_not_computed(pipe: Pipe, checkpoint: str) -> None:

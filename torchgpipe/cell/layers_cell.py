@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,19 @@ from torchgpipe.model.microbatch import Batch
 from torchgpipe.replay.generator_locks import own_locks
 from torchgpipe.replay.runs import Run
 
-__all__ = ["LayersCell"]
+__all__ = ["LayersCell", "SecondRun"]
+
+
+class SecondRun(NamedTuple):
+    """A second run, which one backward pass differentiates.
+
+    Attributes:
+        leaves: the leaves of its graph
+        edges: where the gradients of its outputs enter the graph; None for one that needs none
+    """
+
+    leaves: list[Tensor]
+    edges: list[Edge | None]
 
 
 class LayersCell(Cell):
@@ -47,8 +59,8 @@ class LayersCell(Cell):
     def __init__(self, i: int, column: LayersColumn, number: int = 0) -> None:
         super().__init__(i, column, number)
         self._run: Run | None = None
-        #: Of a second run, the leaves of its graph, and where the gradients of its outputs enter that graph.
-        self._again: tuple[list[Tensor], list[Edge | None]] | None = None
+        #: A second run that waits to be differentiated. A list, because two passes may want it, in two threads.
+        self._again: list[SecondRun] = []
 
     def begin(self, batch: Batch) -> None:
         """Note the structure of the input, for `compute`."""
@@ -112,12 +124,18 @@ class LayersCell(Cell):
         """Whether the layers run again at backward."""
         return self._run is not None
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether there is a graph to differentiate."""
-        return self._run is None or self._again is not None
+    def recompute_ahead(self, leaves: Leaves) -> None:
+        """Run the layers again before the gradients have arrived; see `recompute`."""
+        self._again = [self.recompute(leaves)]
 
-    def recompute(self, leaves: Leaves) -> None:
+    def take_second_run(self) -> SecondRun | None:
+        """Return the second run that waits to be differentiated, if there is one; nobody else gets it."""
+        try:
+            return self._again.pop()
+        except IndexError:
+            return None
+
+    def recompute(self, leaves: Leaves) -> SecondRun:
         """Run the layers again, with a graph, in the caller's settings.
 
         Args:
@@ -130,12 +148,12 @@ class LayersCell(Cell):
         """
         try:
             with self.column.recorded("recomputation", self.i):
-                self.column.ambient.run(self._recompute, leaves)
+                return self.column.ambient.run(self._recompute, leaves)
         except BaseException as error:
             self.column.note(error, self.i, "recomputation")
             raise
 
-    def _recompute(self, leaves: Leaves) -> None:
+    def _recompute(self, leaves: Leaves) -> SecondRun:
         assert self._run is not None
         column = self.column
         # Detached, and so the leaves of a graph of their own: it needs no cut, because its input is kept anyway.
@@ -157,19 +175,26 @@ class LayersCell(Cell):
                 f"{column.where} returned {len(outputs)} values in recomputation but {len(self.exports)} before; it "
                 "must do the same both times, or run with checkpoint='never'"
             )
-        self._again = trained, _edges_of(outputs)
+        return SecondRun(trained, _edges_of(outputs))
 
-    def drop_graph(self) -> None:
-        """Drop the graph of a second run, which will not be differentiated."""
-        self._again = None
-
-    def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
+    def differentiate(
+        self,
+        grads: Sequence[Leaf],
+        *,
+        split: bool = False,
+        keep_graph: bool = False,
+        again: SecondRun | None = None,
+    ) -> list[Leaf]:
         """Differentiate the graph; see `Cell.differentiate`.
 
-        That of a second run is dropped: ``keep_graph`` says that there may be another second run.
+        Args:
+            grads: the gradients of the outputs
+            split: whether to leave the gradients of the parameters for later; not of a second run
+            keep_graph: whether the graph will be differentiated again, or the cell recomputed again
+            again: the second run, if the layers run twice (default: that which has run ahead)
         """
         if self._run is not None:
-            return self._differentiate_again(grads, keep_graph)
+            return self._differentiate_again(grads, again or self.take_second_run(), keep_graph)
         try:
             return super().differentiate(grads, split=split, keep_graph=keep_graph)
         except RuntimeError as error:
@@ -179,16 +204,15 @@ class LayersCell(Cell):
                 raise self.column.by_itself() from error
             raise
 
-    def _differentiate_again(self, grads: Sequence[Leaf], keep_graph: bool) -> list[Leaf]:
-        if self._again is None:
+    def _differentiate_again(self, grads: Sequence[Leaf], again: SecondRun | None, keep_graph: bool) -> list[Leaf]:
+        if all([grad is None for grad in grads]):
             return []
-        # A hook may start another pass through this cell, which runs again for that.
-        (leaves, edges), self._again = self._again, None
-        pairs = [(edge, grad) for edge, grad in zip(edges, grads) if edge is not None and grad is not None]
+        assert again is not None, "the layers have not run again"
+        pairs = [(edge, grad) for edge, grad in zip(again.edges, grads) if edge is not None and grad is not None]
         result: list[Leaf] = []
         if pairs:
             with self.told("backward"):
-                result = self.column.sink([edge for edge, _ in pairs], [grad for _, grad in pairs], leaves, False)
+                result = self.column.sink([edge for edge, _ in pairs], [grad for _, grad in pairs], again.leaves, False)
         if not keep_graph:
             assert self._run is not None
             self._run.forget()  # The engine drops its part now as well.

@@ -186,8 +186,9 @@ class Executor:
             if residence is not None:
                 residence.after(action)
         except BaseException as error:
-            place = Action(kind, i, self._front.place(j))
-            add_shortage(error, self._facts, place, self._front.streams[j].device)
+            if self._aliases is not None:  # Otherwise the column notes it, at backward, too.
+                place = Action(kind, i, self._front.place(j))
+                add_shortage(error, self._facts, place, self._front.streams[j].device)
             raise
 
     def _run_backward(self, action: Action, keep_graph: bool) -> None:
@@ -218,6 +219,7 @@ class Executor:
                 wait_back(front.leaving(j), i)
                 grads = cell.differentiate(cell.arrived(), split=kind == "I", keep_graph=keep_graph)
             unshare(fresh)
+            del cell  # With what only its graph needs.
         self._return(action, sources, grads, resting_of(aliases))
 
     def _return(

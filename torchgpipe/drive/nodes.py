@@ -58,12 +58,11 @@ class CellNode(Function):
         grads = grads if ctx.lane_device is None else grads[1:]
         _, _, needs_lane, _, *needed = ctx.needs_input_grad
         result: list[Leaf] = []
-        if all([grad is None for grad in grads]):
-            cell.drop_graph()
-        else:
-            if not cell.has_graph:
-                cell.recompute(ctx.saved_tensors)
-            result = cell.differentiate(grads, keep_graph=keeps_graph())
+        again = cell.take_second_run()
+        if any([grad is not None for grad in grads]):
+            if cell.recomputes and again is None:
+                again = cell.recompute(ctx.saved_tensors)
+            result = cell.differentiate(grads, keep_graph=keeps_graph(), again=again)
         entered = iter(result)
         lane = get_phony(ctx.lane_device) if ctx.lane_device is not None and needs_lane else None
         return None, None, lane, None, *[next(entered, None) if need else None for need in needed]
@@ -81,7 +80,7 @@ class Recompute(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
         _refuse_create_graph()
-        ctx.node.cell.recompute(ctx.node.saved_tensors)
+        ctx.node.cell.recompute_ahead(ctx.node.saved_tensors)
         return None, grad
 
 

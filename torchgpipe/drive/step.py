@@ -299,9 +299,9 @@ class _MicroBatches:
         Raises:
             RuntimeError: the input of the cell was changed in place since.
         """
-        kept, before = self._inputs_of.pop((i, j), ((), []))
-        if not before:
+        if (i, j) not in self._inputs_of:
             return  # There is nothing to differentiate.
+        kept, before = self._inputs_of.pop((i, j))
         self._recomputed = True
         if versions(_at_hand(kept)) != before:
             error = RuntimeError(
@@ -311,7 +311,7 @@ class _MicroBatches:
             )
             self._columns[j].note(error, i, "recomputation")
             raise error
-        self._cells[i, j].recompute(tuple([awake(leaf) for leaf in kept]))
+        self._cells[i, j].recompute_ahead(tuple([awake(leaf) for leaf in kept]))
 
     def cell(self, i: int, j: int, *, last: bool) -> LayersCell:
         """See `ProgramFront.cell`."""
