@@ -196,17 +196,19 @@ class Executor:
         kind, i, j = action
         front, aliases = cast(ProgramFront, self._front), self._aliases
         assert aliases is not None
+        watching = nullcontext() if self._residence is None else self._residence.watching(j)
+        if kind == "R":
+            with front.differentiating(j), watching:
+                front.recompute(i, j)
+            return
         # In this thread, and outside of autocast, as `loss.backward()` is.
         with (
             front.differentiating(j),
             filling_aliases(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
-            nullcontext() if self._residence is None else self._residence.watching(j),
+            watching,
         ):
-            if kind == "R":
-                front.recompute(i, j)
-                return
             cell = front.cell(i, j, last=kind != "I" and not keep_graph)
             if cell is None:
                 return
