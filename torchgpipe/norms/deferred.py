@@ -206,8 +206,8 @@ class DeferredBatchNorm(BatchNormBase):
             return
         mini_batch = accumulators.get()
         if mini_batch is not None:
-            if self not in mini_batch:
-                mini_batch[self] = Accumulator(self)
+            if self not in mini_batch:  # Another worker's partition may have this layer as well.
+                mini_batch.setdefault(self, Accumulator(self))
             mini_batch[self].parts.append(moments)
             return
         self._unfinished.append(moments)

@@ -222,7 +222,8 @@ class _Pins:
         self._left: int | None = budget
         #: The addresses of the memories that have been looked at, and are alive.
         self._known: set[int] = set()
-        self._lock = threading.Lock()
+        # Memory may go, and be unpinned, in the midst of a block that holds the lock.
+        self._lock = threading.RLock()
 
     def pin(self, tensor: Tensor) -> None:
         """Lock the memory of a tensor, once, within the budget."""
@@ -249,9 +250,9 @@ class _Pins:
                     torch.ones(1, device="cuda").add_(1)
 
     def _unpin(self, runtime: Any, address: int, bytes: int) -> None:
-        # Called wherever the last reference to the memory goes, so it takes no lock.
         runtime.cudaHostUnregister(address)
-        self._left = (self._left or 0) + bytes
+        with self._lock:
+            self._left = (self._left or 0) + bytes
 
 
 def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:

@@ -120,7 +120,8 @@ class RandomNumbers:
     def _noted(self, generator: Generator, before: Tensor) -> Tensor:
         """Return the state of a generator, and note whether it was drawn from."""
         state = state_of(generator)
-        self._drawn[_is_of_a_device(generator)] |= not torch.equal(state, before)
+        if not torch.equal(state, before):  # No `|=`, which reads first: another worker's True would be lost.
+            self._drawn[_is_of_a_device(generator)] = True
         return state
 
     def end(self, *, counts: bool, recomputes: bool) -> None:
@@ -213,7 +214,7 @@ def _unnoticed() -> Iterator[Tensor]:
         before = state_of(torch.default_generator)
         yield before
         if are_those_of_the_process():
-            for watch in _watches:
+            for watch in list(_watches):  # Other threads add to it.
                 watch.follow(before)
 
 

@@ -147,7 +147,8 @@ class _SpanRecorder:
     def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> _Step:
         for place in places:
             if place.stream.device not in self._clocks:
-                self._clocks[place.stream.device] = _Clock(place.stream, self._began)
+                # Another thread's mini-batch may have begun meanwhile.
+                self._clocks.setdefault(place.stream.device, _Clock(place.stream, self._began))
         step = _Step(next(self._numbers), m, places, program)
         self._steps.append(step)
         return step
