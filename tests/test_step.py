@@ -584,7 +584,7 @@ def test_ctrl_c_at_the_end_of_a_step_leaves_all_gradients_or_none(after: bool, m
             add_each(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torchgpipe.gradients.of_steps.add_each", interrupted)
+    monkeypatch.setattr("torchgpipe.gradients.set_aside.add_each", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.step(*data())
     after_it = gradients(model)

@@ -88,8 +88,8 @@ class Cell:
 
     Attributes:
         i, column, number: see above
-        exports: the tensors that have left; None for one that needs no gradient
-        sources: for each tensor that has entered, where its gradient goes
+        exports: the tensors that later cells or the caller take; None for one that needs no gradient
+        sources: for each import, where its gradient goes
         span: the numbers of the autograd nodes that were made in this cell, the first, and the one behind the last, if
             the graph is to be verified; else None
     """
@@ -107,17 +107,17 @@ class Cell:
     def import_(self, tensor: Tensor, source: Source) -> Tensor:
         """Return a tensor of another cell without its history, at the beginning of this graph."""
         self.sources.append(source)
-        return self._begun().enter(tensor)[0]
+        return self._begin_graph().enter(tensor)[0]
 
-    def _begun(self) -> CutGraph:
-        """Return the graph, which begins with the first tensor that is imported, or is asked for here."""
+    def _begin_graph(self) -> CutGraph:
+        """Return the graph, and begin it if this is the first import or export."""
         if self._graph is None:
             self._graph = CutGraph(self.column.stream.device, self.column.by_itself)
         return self._graph
 
     def export(self, tensor: Tensor) -> Export:
         """Return the export of a tensor that requires grad; a tensor has one, however many cells take it."""
-        self._begun()
+        self._begin_graph()
         edge = get_gradient_edge(tensor)
         key = (id(edge.node), edge.output_nr)
         if key not in self._known:
@@ -133,7 +133,7 @@ class Cell:
         """Differentiate the graph.
 
         Args:
-            grads: the gradients at the exports
+            grads: for each export, its gradient
             split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
             keep_graph: whether the graph will be differentiated again
 

@@ -101,7 +101,7 @@ class LayersCell(Cell):
             else:
                 with self.column.layers.exclusively():
                     forget_parametrizations()
-                    outputs = self.compute(self._entered(leaves))
+                    outputs = self.compute(self._enter(leaves))
                     self.column.forget_casts()
                     forget_parametrizations()
                 edges = _edges_of(outputs)
@@ -109,9 +109,9 @@ class LayersCell(Cell):
         self.exports = [Export(edge, self.number) if need else None for edge, need in zip(edges, needs)]
         return tuple([None if output is None else output.detach() for output in outputs])
 
-    def _entered(self, leaves: Leaves) -> Leaves:
+    def _enter(self, leaves: Leaves) -> Leaves:
         """Return an input at the beginning of the graph, as far as it requires grad."""
-        graph = self._begun()
+        graph = self._begin_graph()
         # Detached, or the graph would go on into that of whoever has computed them.
         trained = [leaf.detach() for leaf in leaves if leaf is not None and leaf.requires_grad]
         entered = iter(graph.enter(*trained) if trained else ())

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import add_each, versions
 from torchgpipe.gradients.replicas import add_gradients
-from torchgpipe.gradients.sums import sum_of
+from torchgpipe.gradients.set_aside import SetAside
 
 __all__ = ["StepGradients", "clip_grad_norm"]
 
@@ -29,36 +28,22 @@ class StepGradients:
     ) -> None:
         self._group, self._device = group, device
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._before = [parameter.grad for parameter in self._parameters]
-        self._versions = versions(self._before)
+        self._earlier = SetAside(self._parameters)
 
     def begin(self) -> None:
         """Set the gradients of earlier steps aside."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._earlier.begin()
 
-    @torch.no_grad()
     def end(self) -> None:
         """Add up the gradients of all replicas, and add them to those of earlier steps."""
         sums = [parameter.grad for parameter in self._parameters]
         if self._group is not None:
             sums = add_gradients(self._parameters, sums, self._group, self._device)
-        befores, totals = list[Tensor](), list[Tensor]()
-        for parameter, before, total in zip(self._parameters, self._before, sums):
-            if before is not None and total is not None and before.layout is torch.strided:
-                parameter.grad = before
-                befores.append(before)
-                totals.append(total)
-            else:
-                parameter.grad = sum_of(before, total)
-        if befores:
-            add_each(befores, totals)  # One call: Ctrl-C comes before all of it, or behind.
+        self._earlier.end(sums)
 
     def undo(self) -> None:
         """Put the gradients of earlier steps back without those of this step, unless `end` has added all."""
-        if versions(self._before) == self._versions:
-            for parameter, before in zip(self._parameters, self._before):
-                parameter.grad = before
+        self._earlier.undo()
 
 
 def clip_grad_norm(

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import add_each, gradient_hooks, has_gradient_hooks, versions
+from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.replicas import Replicas
+from torchgpipe.gradients.set_aside import SetAside
 from torchgpipe.gradients.sums import refusal, sum_of
 from torchgpipe.graph.function import accumulate
 
@@ -71,35 +72,32 @@ class _Delivery:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
+        heard = [not one.is_leaf or has_gradient_hooks(one) for one in parameters]
+        #: The numbers of the parameters with hooks, or with a graph of their own, and of all others.
+        self._heard = [k for k, is_heard in enumerate(heard) if is_heard]
+        self._quiet = [k for k, is_heard in enumerate(heard) if not is_heard]
         self._parameters = parameters
-        self._before: list[Leaf] = [parameter.grad for parameter in parameters]
-        #: The numbers of the parameters with hooks, or with a graph of their own.
-        self._heard = [k for k, one in enumerate(parameters) if not one.is_leaf or has_gradient_hooks(one)]
+        self._heard_before: list[Leaf] = [parameters[k].grad for k in self._heard]
+        self._quiet_before = SetAside([parameters[k] for k in self._quiet])
         #: Gradients from before that the hooks have seen added to in place, each with a copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
-        heard = set(self._heard)
-        #: Gradients from before that no hook sees, with their versions.
-        self._quiet = [before for k, before in enumerate(self._before) if k not in heard]
-        self._versions = versions(self._quiet)
         self._guards: list[Any] = []
 
     def begin(self) -> None:
         """Set aside what was in ``.grad``."""
-        for parameter, before in zip(self._parameters, self._before):
-            if before is not None:
-                parameter.grad = None
-        self._guards += [_guard(self._parameters[k]) for k in self._heard]
+        self._quiet_before.begin()
+        for k in self._heard:
+            self._parameters[k].grad = None
+            self._guards.append(_guard(self._parameters[k]))
 
     def let_hooks_hear(self, sums: Sequence[Leaf]) -> None:
         """Let sums arrive at parameters with hooks as the gradients of one backward pass do."""
         self._unguard()
-        heard = [(self._parameters[k], sums[k]) for k in self._heard]
-        for k in self._heard:
-            before = self._before[k]
+        for k, before in zip(self._heard, self._heard_before):
             self._parameters[k].grad = before
             if before is not None and sums[k] is not None:
                 self._copies.append((before, before.detach().clone()))
-        pairs = [(get_gradient_edge(parameter), total) for parameter, total in heard if total is not None]
+        pairs = [(get_gradient_edge(self._parameters[k]), total) for k in self._heard if (total := sums[k]) is not None]
         if pairs:
             edges, totals = zip(*pairs)
             accumulate(edges, totals, keep_graph=False)
@@ -107,29 +105,17 @@ class _Delivery:
     @torch.no_grad()
     def end(self, sums: Sequence[Leaf]) -> None:
         """Add the sums of all other parameters to what was set aside; the last thing that may not fail."""
-        heard, befores, totals = set(self._heard), list[Tensor](), list[Tensor]()
-        for k, (parameter, before, total) in enumerate(zip(self._parameters, self._before, sums)):
-            if k in heard:
-                continue
-            total = sum_of(parameter.grad, total)  # The former is of a parameter that a layer has captured.
-            if before is None:
-                parameter.grad = total
-            elif total is not None and before.layout is torch.strided:
-                parameter.grad = before
-                befores.append(before)
-                totals.append(total)
-            else:
-                parameter.grad = sum_of(before, total)
-        if befores:
-            add_each(befores, totals)  # One call: Ctrl-C comes before all of it, or behind.
+        # What is in `.grad` by now is of a parameter that a layer has captured.
+        self._quiet_before.end([sum_of(self._parameters[k].grad, sums[k]) for k in self._quiet])
 
     def undo(self) -> None:
         """Put everything back that was there at the beginning, unless `end` has added all sums."""
         self._unguard()
-        if versions(self._quiet) != self._versions:
+        if self._quiet_before.has_ended:
             return
-        for parameter, before in zip(self._parameters, self._before):
-            parameter.grad = before
+        self._quiet_before.undo()
+        for k, before in zip(self._heard, self._heard_before):
+            self._parameters[k].grad = before
         for before, copied in self._copies:
             before.detach().copy_(copied)
 
