@@ -20,9 +20,10 @@ from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
 from torchgpipe.model.loss_proof import LossProof
-from torchgpipe.model.microbatch import Batch, WholeArguments, gather, rows_of, scatter, tell_of_few
+from torchgpipe.model.microbatch import Batch, WholeArguments, gather, rows_of, scatter, tell_of_few, window_of
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
@@ -271,11 +272,13 @@ class GPipe(nn.Module):
 
         Args:
             *inputs: the arguments of the first layer: tensors of shape (batch, ...), None, :class:`NoChunk`, and
-                tuples, lists and dicts of these. Tensors on other devices are copied to ``devices[0]``.
+                tuples, lists and dicts of these; or :class:`MicroBatches`. Tensors on other devices are copied to
+                ``devices[0]``.
             **keywords: keyword arguments of the first layer, of the same types, as in ``model(x, mask=mask)``
 
         Returns:
-            the output of the last layer, gathered along dimension 0, on ``devices[-1]``
+            the output of the last layer, gathered along dimension 0, on ``devices[-1]``; of :class:`MicroBatches`, a
+            list of the output of each
 
         Raises:
             TypeError: an input, or the output of a partition, has another type.
@@ -298,14 +301,15 @@ class GPipe(nn.Module):
         inputs, keywords = self._whole.wrap(inputs, keywords)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         self._begin((inputs, keywords), 5)
+        gathered = self._gather if window_of((inputs, keywords)) is None else _values_of
         if self._host_memory is not None:
-            return self._forward_from_host_memory(batches)
+            return self._forward_from_host_memory(batches, gathered)
         with mini_batch(len(batches), self):
             views, devices, checkpointed = self._views(len(batches))
             ForwardPass(views, devices, batches, checkpointed, self._mechanisms).run()
-            return self._gather(batches)
+            return gathered(batches)
 
-    def _forward_from_host_memory(self, batches: list[Batch]) -> Any:
+    def _forward_from_host_memory(self, batches: list[Batch], gather: Callable[[list[Batch]], Any]) -> Any:
         """Run a mini-batch without a graph: the forward half of the program, which is all that a step needs."""
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -320,7 +324,7 @@ class GPipe(nn.Module):
             return torch.zeros(1)
 
         def gathered() -> Any:
-            return self._gather([outputs[i] for i in range(len(batches))])
+            return gather([outputs[i] for i in range(len(batches))])
 
         program = program_of("LayerMajor", len(batches), self._places)
         with mini_batch(len(batches), self):
@@ -375,10 +379,10 @@ class GPipe(nn.Module):
 
         Args:
             input: a tensor of shape (batch, ...), or nested tensors as in :meth:`forward`; one value, the argument of
-                the first layer
+                the first layer; or :class:`MicroBatches`, such as a window of accumulation
             target: the target of the loss function: tensors of shape (batch, ...), lists with an item for each row,
                 :class:`NoChunk`, and tuples, lists and dicts of these; of any shapes if there is one micro-batch; None
-                if the loss function needs none
+                if the loss function needs none; :class:`MicroBatches` if the input is
             scaler: scales the loss before backward, so that small gradients in half precision do not vanish; afterwards
                 call ``scaler.step(optimizer)`` and ``scaler.update()``, as usual
 
@@ -386,6 +390,7 @@ class GPipe(nn.Module):
             the loss of all micro-batches, a tensor without dimensions, on ``devices[-1]``. If the loss function returns
             a pair, so does a step: the loss, and the other values of all micro-batches, without a graph and gathered
             along dimension 0. Tensors without dimensions, such as counts, become a tensor of shape (micro-batches,).
+            Of :class:`MicroBatches`, the other values are a list of those of each.
 
         Raises:
             TypeError, ValueError: the input or the target does not fit.
@@ -475,19 +480,27 @@ class GPipe(nn.Module):
         first = self.devices[0] if self._partitions else torch.device("cpu")
         inputs, keywords = self._whole.wrap(inputs, keywords)
 
+        splits = window_of((inputs, keywords)) is None
+
         def loss(chunks: int) -> MeanLoss:
             return self._mean_loss(inputs[0], target, chunks=chunks)
 
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, MicroBatches):
+                return MicroBatches([fresh(batch) for batch in leaf], weights=leaf.weights)
+            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
         def fresh(value: Any) -> Any:  # Layers may work in place.
-            return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+            return pytree.tree_map(copied, value)
 
         return SequentialProof(
             self,
             lambda: self.partitions,
             self.devices,
             chunks=self.chunks,
+            splits=splits,
             batches=lambda chunks: self._scatter(fresh(inputs), chunks, first, fresh(keywords)),
-            gather=self._gather,
+            gather=self._gather if splits else _values_of,
             pipeline=lambda: self.forward(*fresh(inputs), **fresh(keywords)),
             around=mini_batch,
             loss=loss if target is not None and self._loss[0] is not None and len(inputs) == 1 else None,
@@ -543,7 +556,7 @@ class GPipe(nn.Module):
         """Look at the rows of the first mini-batch in training; see `tell_of_few`."""
         if not self._begun and torch.is_grad_enabled():
             self._begun = True
-            if len(set(self._devices)) > 1:
+            if len(set(self._devices)) > 1 and window_of(inputs) is None:
                 tell_of_few(rows_of(inputs), self._chunks, stacklevel)
 
     def _refuse_unwrapped(self) -> None:
@@ -669,6 +682,10 @@ class GPipe(nn.Module):
 
     def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
         return by_name(keys, [*self._layers_of(self)])
+
+
+def _values_of(batches: list[Batch]) -> list[Any]:
+    return [batch.value for batch in batches]
 
 
 def _moving_denied(pipeline: GPipe) -> TypeError:

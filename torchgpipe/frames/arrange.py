@@ -34,6 +34,7 @@ def arrange(
     checkpoint: bool | Collection[str],
     apart: bool = False,
     studied: Study | None = None,
+    splits: bool = True,
     **settings: Any,
 ) -> Settings:
     """Return the settings of a module.
@@ -47,6 +48,7 @@ def arrange(
         no_chunk: as for `pipelined`
         checkpoint: as for `pipelined`
         apart: whether every partition is a column of its own; otherwise neighbours on one device are one column
+        splits: whether mini-batches are split
         studied: what the sample has shown before; without it the sample runs, which a module on several devices cannot
         **settings: the other settings
 
@@ -54,7 +56,7 @@ def arrange(
         ValueError: the spine is shorter than the partitions, or the balance or ``checkpoint`` does not fit it.
     """
     begins = list(balance) if isinstance(balance, Mapping) else []
-    studied = studied or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1)
+    studied = studied or study(module, sample, no_chunk, rounds=_ROUNDS if balance == "time" else 1, splits=splits)
     traces = studied.traces
     if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.

@@ -10,6 +10,9 @@ rows as the batch. One rule:
 3. A list that has an item for each row, such as the images of a detection model, is split into shorter lists, unless
    its items are tensors that are split themselves, or None. If there are only lists, two runs of the sample tell: if
    the rows of the output follow the number of items, then the items are the rows.
+
+Micro-batches that the caller gives, in `MicroBatches`, are taken as they are. If the sample was given so, every other
+mini-batch is one micro-batch.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
@@ -33,6 +37,7 @@ __all__ = [
     "arguments_of",
     "resized",
     "vary_row",
+    "window_of",
 ]
 
 
@@ -122,8 +127,10 @@ class Splitter:
         forward: the model's forward, whose parameters have names
         sample: the arguments of one micro-batch
         no_chunk: the names of arguments that are passed whole
+        splits: whether mini-batches are split; if not, they are micro-batches
 
     Attributes:
+        splits: see above
         given: the names of the arguments that the sample gives
         readings: the ways to read the sample; if there are several, only runs can tell; see `read`
         rows: the number of rows of the sample, as it is read
@@ -133,7 +140,10 @@ class Splitter:
         ValueError: ``no_chunk`` names no argument of the sample, a tensor is nested, or there are no rows.
     """
 
-    def __init__(self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str], *, splits: bool = True
+    ) -> None:
+        self.splits = splits
         no_chunk = [no_chunk] if isinstance(no_chunk, str) else no_chunk
         self._names = _positional(forward)
         named = dict(self._named(sample))
@@ -141,12 +151,14 @@ class Splitter:
         if unknown:
             raise ValueError(f"no_chunk names {unknown}, but the arguments of the sample are {[*named]}")
         self._whole = {*no_chunk}
-        parts = [part for name, value in named.items() if name not in self._whole for part in _parts(value, name)]
+        to_split = [name for name in named if splits and name not in self._whole]
+        parts = [part for name in to_split for part in _parts(named[name], name)]
         nested = [path for path, value in parts if isinstance(value, Tensor) and value.is_nested]
         if nested:
             raise ValueError(
                 f"{nested} are nested tensors, which cannot be split along dimension 0: pad them to a dense tensor, "
-                "give a list with an item for each row, or name in no_chunk what every micro-batch gets whole"
+                "give a list with an item for each row, name in no_chunk what every micro-batch gets whole, or give the "
+                "micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"
             )
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
         in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)
@@ -198,7 +210,18 @@ class Splitter:
         return max(split) if split else next(iter(unknown), 0)
 
     def micro_batches(self, arguments: Arguments, chunks: int) -> SplitBatch:
-        """Return a mini-batch in so many micro-batches, if it has the rows; in one if there is nothing to split."""
+        """Return a mini-batch in so many micro-batches, if it has the rows; in one if there is nothing to split.
+
+        Micro-batches that the caller gives are those of the mini-batch.
+
+        Raises:
+            TypeError: one argument of several is `MicroBatches`.
+        """
+        window = window_of(arguments)
+        if window is not None or not self.splits:
+            given = [arguments] if window is None else [arguments_of(batch) for batch in window]
+            sizes = [max(1, _rows(part)) for part in given]
+            return SplitBatch(self, arguments, sum(sizes), sizes, given, window)
         rows = self.rows_of(arguments)
         return SplitBatch(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
 
@@ -307,16 +330,22 @@ class SplitBatch:
         arguments: those of the mini-batch
         rows: the number of its rows; 0 if there is nothing to split
         sizes: the rows of each micro-batch
+        given: the arguments of each micro-batch, if they are not split
+        window: what the caller gives the micro-batches in, if anything
     """
 
     splitter: Splitter
     arguments: Arguments
     rows: int
     sizes: list[int]
+    given: Sequence[Arguments] = ()
+    window: MicroBatches | None = None
 
     @cached_property
     def parts(self) -> list[Arguments]:
         """The arguments of each micro-batch."""
+        if self.given:
+            return [*self.given]
         return self.splitter.split(self.arguments, self.sizes) if self.rows else [self.arguments]
 
     @cached_property
@@ -331,8 +360,33 @@ class SplitBatch:
 
     def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> SplitBatch:
         """Return the mini-batch with changed arguments; see `Arguments.mapped`."""
+        if self.given:
+            return replace(self, given=[part.mapped(change, caches=caches) for part in self.given])
         arguments = self.arguments.mapped(change, caches=caches)
         return self if arguments is self.arguments else replace(self, arguments=arguments)
+
+
+def window_of(arguments: Arguments) -> MicroBatches | None:
+    """Return the micro-batches that the caller gives; None if there are none.
+
+    Raises:
+        TypeError: there are other arguments.
+    """
+    values = [*arguments.args, *arguments.kwargs.values()]
+    windows = [value for value in values if isinstance(value, MicroBatches)]
+    if not windows:
+        return None
+    if len(values) > 1 or arguments.kwargs:
+        raise TypeError(
+            "MicroBatches must be the only argument, and each of them all arguments of a micro-batch: a tuple of "
+            "positional ones, a dict of keyword ones, or (tuple, dict)"
+        )
+    return windows[0]
+
+
+def _rows(arguments: Arguments) -> int:
+    """Return the rows of the first tensor that has any; 0 if none has."""
+    return next((tensor.size(0) for _, tensor in each(tuple(arguments)) if tensor.dim()), 0)
 
 
 def _is_plain_tuple(value: Any) -> bool:

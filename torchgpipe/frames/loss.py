@@ -52,7 +52,7 @@ class MicroBatchLoss(Losses):
         )
         self._settings, self._batch = settings, batch
         self._kinds = settings.study.kinds[training]
-        self._begin(target, batch.sizes)
+        self._begin(target, batch.sizes, batch.window)
         #: By the path of the model's own loss, where a step may meet that, the factor of each micro-batch.
         self._own: dict[str, list[float]] = {}
         self._rules: dict[str, Rule] = {}
@@ -78,7 +78,7 @@ class MicroBatchLoss(Losses):
         if self._loss_fn is not None:
             return super()._loss_of(i, output)
         coupled = [path for path, kind in self._kinds.items() if kind == "coupled"]
-        if coupled and len(self._sizes) > 1:
+        if coupled and len(self._sizes) > 1 and not self._batch.given:
             raise ValueError(
                 f"the output {coupled} couples the rows of a batch, so the loss of the mini-batch is not the "
                 "mean of those of its micro-batches; give pipelined(..., loss_fn=...) what micro-batches should learn"
@@ -119,4 +119,6 @@ class MicroBatchLoss(Losses):
         if not self._values:
             return self.sum()
         values = self._values_of(len(sizes))
+        if self._window is not None:
+            return self.sum(), values
         return self.sum(), join(values, sizes, {}, lambda _, numbers: torch.stack(list(numbers)))

@@ -4,7 +4,7 @@
     shifted    the same without the first label of each row, which a model leaves out that predicts the next ones
     rows       their mean, weighted with the rows
     sum        their sum: each micro-batch has its share already
-    given      their mean, with the caller's own weights
+    given      their mean, with the caller's own weights; those of `MicroBatches` go before every rule
 
 Which of these rules it is, no name tells for sure. So the plain model runs on rows together and on rows apart, with
 labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
@@ -24,14 +24,15 @@ from torch import Tensor
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.outputs import JoinScalar, Rule, are_equal
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import count_labels, to_floats
+from torchgpipe.model.given import to_floats
+from torchgpipe.model.loss import count_labels
 
 __all__ = ["compute_shares", "find_rule", "has_item_count", "joiner", "list_rules", "verify_seen"]
 
 
 def has_item_count(batch: SplitBatch) -> bool:
     """Return whether a mini-batch says how many labels the loss is divided by."""
-    return batch.named[0].get("num_items_in_batch") is not None
+    return any([named.get("num_items_in_batch") is not None for named in batch.named])
 
 
 def list_rules(settings: Settings) -> list[Rule]:
@@ -51,7 +52,9 @@ def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     if not others or known is not None:
         return usual if known is None else known
     # The sample had no such number, or no proof: the losses that transformers names divide by what they are given.
-    return usual if not study.predicts_next else "sum" if has_item_count(batch) else "shifted"
+    if has_item_count(batch) and (study.predicts_next or not study.splitter.splits):
+        return "sum"
+    return "shifted" if study.predicts_next else usual
 
 
 def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
@@ -66,7 +69,7 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
         if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
         if name not in {*batch.splitter.given, "num_items_in_batch"}
     ]
-    if new and len(batch.sizes) > 1 and len(list_rules(settings)) > 1:
+    if new and len(batch.sizes) > 1 and len(list_rules(settings)) > 1 and _own_weights(batch) is None:
         raise ValueError(
             f"how the output '{path}' of micro-batches is joined may depend on {new}, which the sample did not give; "
             "give pipelined a sample with it, or reduce='sum', if micro-batches are to be added up"
@@ -75,9 +78,12 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
 
 def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
     """Return the factor of each micro-batch in a number of the mini-batch."""
-    if rule == "sum":
+    own = _own_weights(batch)
+    if own is not None:
+        weights = own
+    elif rule == "sum":
         return [1.0] * len(batch.sizes)
-    if rule == "given":
+    elif rule == "given":
         assert settings.weight is not None
         weights = to_floats([settings.weight(part) for part in batch.named])
     elif rule == "rows":
@@ -92,6 +98,11 @@ def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[fl
         )
     total = sum(weights) or 1.0
     return [weight / total for weight in weights]
+
+
+def _own_weights(batch: SplitBatch) -> list[float] | None:
+    """Return the weights that the caller gives with the micro-batches, or None."""
+    return None if batch.window is None else batch.window.weights
 
 
 def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:

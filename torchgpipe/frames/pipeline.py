@@ -122,25 +122,32 @@ class Pipeline:
         return self._module()
 
     def forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run a mini-batch, and return its output, with one autograd node that stands for all of it."""
+        """Run a mini-batch, and return its output, with one autograd node that stands for all of it.
+
+        Of micro-batches that the caller gives, return a list with the output of each.
+        """
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         if self._stays_whole(batch):
+            if batch.window is not None:
+                return [self._run_in_one_piece(part) for part in batch.parts]
             return self._run_in_one_piece(batch.arguments)
         self._begin(batch, 7)  # the caller of the model
         backward = torch.is_grad_enabled()
-        numbers = joiner(settings, batch)
+        numbers = None if batch.given else joiner(settings, batch)
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
         # The study does not see every way that tensors leave a model, such as a list of the caller's.
         with self.aliased(backward=backward, watches=not self._has_trained) as aliases:
             mini_batch = self._mini_batch(batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
-        mini_batch.watch_inputs(tuple(batch.arguments))
+        mini_batch.watch_inputs(tuple(batch.parts) if batch.given else tuple(batch.arguments))
         self._has_trained |= backward
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
+        if numbers is None:
+            return outputs if batch.window is not None else outputs[0]
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
 
     def step(self, args: tuple[Any, ...], target: Any, kwargs: Any, scaler: torch.amp.GradScaler | None = None) -> Any:
@@ -361,7 +368,9 @@ class Pipeline:
     def _verify(self, batch: SplitBatch) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
         refuse_transforms()
-        if batch.arguments.kwargs.get("adapter_names") is not None and len(self.settings.devices) > 1:
+        parts = batch.given or [batch.arguments]
+        adapters = any([part.kwargs.get("adapter_names") is not None for part in parts])
+        if adapters and len(self.settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
                 "pipeline the model before it gets adapters, or run each adapter's rows by themselves"
@@ -381,8 +390,13 @@ class Pipeline:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled():
             return False
-        args, kwargs = batch.arguments
-        generates = kwargs.get("use_cache") is True or any(map(is_cache, (*args, *kwargs.values())))
+        parts = batch.given or [batch.arguments]
+        generates = any(
+            [
+                part.kwargs.get("use_cache") is True or any(map(is_cache, (*part.args, *part.kwargs.values())))
+                for part in parts
+            ]
+        )
         cost = "without a speed-up"
         cost += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
@@ -399,7 +413,7 @@ class Pipeline:
         if batch.rows == 0:
             why = batch.splitter.unsplit(batch.arguments)
             self._tell(f"a training call runs as one micro-batch, without a speed-up, as {why}", stacklevel + 1)
-        if not self._begun:
+        if not self._begun and not batch.given:
             self._begun = True
             tell_of_few(batch.rows, self.settings.chunks, stacklevel)
 

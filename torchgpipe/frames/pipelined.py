@@ -34,6 +34,7 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.offload.host_memory import verify_fits, verify_home, verify_offload
@@ -52,7 +53,7 @@ def pipelined(
     module: M,
     sample: Any,
     *,
-    chunks: int,
+    chunks: int | None = None,
     devices: Iterable[Device] | None = None,
     partitions: int | None = None,
     balance: str | Sequence[int] | Mapping[str, int] = "time",
@@ -94,8 +95,10 @@ def pipelined(
 
     Args:
         module: the model; its parameters are moved to their devices
-        sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict)
-        chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does
+        sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict); or
+            :class:`MicroBatches`, best two that differ: then mini-batches are never split
+        chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does; without use where
+            the sample is :class:`MicroBatches`
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
         partitions: the number of partitions (default: one for each device, or under ``offload`` up to eight)
         balance: ``'time'``, ``'parameters'`` or ``'size'``: what to balance; or the number of parts of the spine in
@@ -165,7 +168,7 @@ def _pipelined(
     module: M,
     sample: Any,
     *,
-    chunks: int,
+    chunks: int | None,
     devices: Iterable[Device] | None,
     partitions: int | None,
     balance: str | Sequence[int] | Mapping[str, int],
@@ -185,7 +188,13 @@ def _pipelined(
     studied: Study | None = None,
 ) -> M:
     verify_module(module)
-    count = verify_chunks(chunks)
+    window = sample if isinstance(sample, MicroBatches) else None
+    if chunks is None and window is None:
+        raise TypeError(
+            "pipelined needs chunks=, the number of micro-batches that a mini-batch is split into; or give the sample as "
+            "torchgpipe.MicroBatches([...]), if mini-batches are never split"
+        )
+    count = len(window or ()) if chunks is None else verify_chunks(chunks)
     schedule = given_or_usual(schedule, offload=bool(offload))
     limits = verify_offload(offload, slots, pin)
     if offload:
@@ -196,7 +205,7 @@ def _pipelined(
     whole = [no_chunk] if isinstance(no_chunk, str) else [*no_chunk]
     places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
     verify_name(schedule)
-    arguments = arguments_of(sample)
+    arguments = arguments_of(sample if window is None else window[0])
     settings = arrange(
         module,
         arguments,
@@ -207,6 +216,7 @@ def _pipelined(
         checkpoint=checkpoint,
         apart=apart or schedule in APART or bool(offload),
         studied=studied,
+        splits=window is None,
         chunks=count,
         schedule=schedule,
         loss_fn=loss_fn,
@@ -224,7 +234,8 @@ def _pipelined(
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
         try:
             with _telling():
-                _prove(runs, arguments, target, verifies=verify is not False)
+                proved = arguments if window is None else Arguments((window,), {})
+                _prove(runs, proved, target, verifies=verify is not False)
         except BaseException as error:
             if ran_out_of_memory(error):
                 error.add_note(

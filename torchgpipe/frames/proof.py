@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.frames.frame import WaitsForever
-from torchgpipe.frames.inputs import Arguments, SplitBatch, resized
-from torchgpipe.frames.numbers import compute_shares, has_item_count, joiner, list_rules
+from torchgpipe.frames.inputs import Arguments, SplitBatch, resized, window_of
+from torchgpipe.frames.numbers import compute_shares, find_rule, has_item_count, joiner, list_rules
 from torchgpipe.frames.outputs import Rule, join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
@@ -29,6 +29,7 @@ from torchgpipe.frames.variation import vary_sample
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import Compared, Comparison, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
 from torchgpipe.proof.proof import Number, PlainFails, PlainRun, take_fingerprints
@@ -41,18 +42,18 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     """Prove a pipelined model on its sample: compare it with the plain model on a mini-batch made of the sample.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all. The sample is varied as far as
-    the model takes that.
+    the model takes that. Micro-batches that the caller gives are taken as they are.
 
     Args:
         pipeline: what runs the pipelined model
-        sample: the arguments of one micro-batch
+        sample: the arguments of one micro-batch, or `MicroBatches`
         target: the target of the loss function; None to compare what the model returns
         verifies: whether to compare, and not only to look for the rules of numbers
     """
     settings = pipeline.settings
     splitter, count = settings.study.splitter, min(2, settings.chunks)
     tried = [sample]
-    if splitter.rows and count > 1:
+    if window_of(sample) is None and splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
         tried = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
@@ -92,10 +93,11 @@ class FramesProof(PlainSide):
         Returns:
             whether the model takes the mini-batch
         """
-        if len(self._sizes) > 1:
+        if self._has_rows or self._batch.given:
             with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module), suppress(Exception):
-                with in_mode(self._module, False):
-                    self._compare_numbers(self._batch)
+                if self._has_rows:
+                    with in_mode(self._module, False):
+                        self._compare_numbers(self._batch)
                 self._find_rules_of_items()
                 return True
         return False
@@ -160,6 +162,9 @@ class FramesProof(PlainSide):
         """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
         study, forward = self._settings.study, self._model._torchgpipe_forward
         given = has_item_count(self._batch)
+        if self._batch.given:
+            self._find_rule_of_given_items()
+            return
         if not study.rules.get(given) or not _takes_items(forward):
             return
         # Two rows are enough, as this is about values only.
@@ -171,9 +176,27 @@ class FramesProof(PlainSide):
             except Exception:
                 return  # It does not take this argument, or not so few rows.
 
+    def _find_rule_of_given_items(self) -> None:
+        """Find out whether the model divides its loss by ``num_items_in_batch``, where nothing can be split."""
+        study, (args, kwargs) = self._settings.study, self._batch.parts[0]
+        if study.splitter.splits or self._with_loss or not _takes_items(self._model._torchgpipe_forward):
+            return
+
+        def with_items(*counts: int | None) -> SplitBatch:
+            window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in counts])
+            return study.splitter.micro_batches(Arguments((window,), {}), len(counts))
+
+        proof, usual = FramesProof(self._pipeline, with_items(7, 14)), with_items(None)
+        with torch.no_grad(), in_mode(self._module, False), suppress(Exception):  # It may not take this argument.
+            (_, of_seven), (_, of_fourteen) = proof._with_numbers(0), proof._with_numbers(1)
+            rules = study.rules.setdefault(True, {})
+            for path, number in of_seven.items():
+                divides = self.fits(number, [of_fourteen[path]], [2.0])
+                rules[path] = "sum" if divides else find_rule(self._settings, usual, path)
+
     def confirm_rules(self, batch: SplitBatch) -> None:
         """Compare the values of numbers of another mini-batch by the rules that are known."""
-        if self._settings.study.rules and self.comparison.is_equal:
+        if any(self._settings.study.rules.values()) and self.comparison.is_equal:
             with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
                 self.comparison.rows += self._compare_numbers(batch)
 

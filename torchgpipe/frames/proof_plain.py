@@ -53,7 +53,8 @@ class PlainSide(Proof, ABC):
     def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any = None, *, with_loss: bool = False) -> None:
         self._pipeline, self._settings = pipeline, pipeline.settings
         self._model: Any = pipeline.module
-        super().__init__(pipeline.module, self._settings.devices, batch.sizes, self._settings.study.epsilon)
+        study, splits = self._settings.study, not batch.given
+        super().__init__(pipeline.module, self._settings.devices, batch.sizes, study.epsilon, splits=splits)
         with torch.inference_mode(False):
             self._batch = batch.mapped(copy_without_graph)
             self._target = mapped(target, copy_without_graph) if with_loss else None
@@ -159,7 +160,7 @@ class PlainSide(Proof, ABC):
     def explain_failure(self, error: Exception) -> Exception:
         sizes = self._sizes
         try:
-            if len(sizes) == 1:
+            if not self._has_rows:
                 raise error
             with self._untouched(), self.running_plain():
                 self.run_plain(None)

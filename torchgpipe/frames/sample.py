@@ -55,7 +55,9 @@ class Study:
     on_meta: bool
 
 
-def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, rounds: int) -> Study:
+def study(
+    module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, rounds: int, splits: bool = True
+) -> Study:
     """Run the sample where the model is.
 
     Args:
@@ -63,8 +65,9 @@ def study(module: nn.Module, sample: Arguments, no_chunk: Collection[str], *, ro
         sample: the arguments of one micro-batch
         no_chunk: the names of arguments that are passed whole
         rounds: how often to trace the model
+        splits: whether mini-batches are split
     """
-    splitter = Splitter(module.forward, sample, no_chunk)
+    splitter = Splitter(module.forward, sample, no_chunk, splits=splits)
     places = [*dict.fromkeys([parameter.device for parameter in module.parameters()])] or [torch.device("cpu")]
     where = places[0]
     on_meta = where.type == "meta"

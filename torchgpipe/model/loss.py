@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.device import bring
+from torchgpipe.model.given import MicroBatches, to_floats
 from torchgpipe.model.known_loss import known_loss
 from torchgpipe.model.loss_proof import Apart, LossProof
 from torchgpipe.model.microbatch import (
     Batch,
     NoChunk,
-    chunk_sizes,
     gather,
     has_an_item_for_each,
-    rows_of,
+    sizes_of,
     split_rows,
+    window_of,
 )
 from torchgpipe.model.settings import verify_functions
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
@@ -37,7 +38,6 @@ __all__ = [
     "Weight",
     "count_labels",
     "make_zero_loss",
-    "to_floats",
     "verify_loss",
 ]
 
@@ -104,21 +104,34 @@ class Losses:
         self._pair: tuple[int, ...] = ()
         self._apart: dict[int, Apart] = {}
 
-    def _begin(self, target: Any, sizes: Sequence[int]) -> None:
+    def _begin(self, target: Any, sizes: Sequence[int], window: MicroBatches | None) -> None:
         """Split the target, and weigh the micro-batches, before anything is launched.
 
+        Args:
+            target: the target of the mini-batch
+            sizes: the rows of each micro-batch
+            window: the micro-batches, if the caller gives them
+
         Raises:
-            ValueError: the target does not have the rows of the batch.
+            TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
+            ValueError: the target does not have the rows or the micro-batches of the batch, or weights have no use.
         """
-        self._target, self._sizes = target, sizes
-        self._whole |= len(sizes) == 1 or isinstance(target, NoChunk)
+        self._target, self._sizes, self._window = target, sizes, window
+        self._whole |= (len(sizes) == 1 and window is None) or isinstance(target, NoChunk)
+        given = _given_weights(window, target, self._whole)
+        if given is not None and (self._weight is not None or self._reduce == "sum"):
+            other = "weight=" if self._weight is not None else "reduce='sum'"
+            raise ValueError(f"MicroBatches has weights, which {other} leaves without use; leave one of them out")
+        self._is_said = self._weight is not None or self._reduce is not None or given is not None
         each_one = [[i] for i in range(len(sizes))]
         self._targets = self._parts(each_one, self._to_device)
         is_known, adds_up, ignored, class_weights = known_loss(self._loss_fn)
         self._adds_up = self._reduce == "sum" or (adds_up and not self._is_said)
         # As the caller has them: the host does not wait for a device to count what is on the host.
         targets = self._parts(each_one, lambda tensor: tensor) if ignored is not None or self._weight else self._targets
-        if self._weight is not None and self._loss_fn is not None:
+        if given is not None:
+            self._weights = given
+        elif self._weight is not None and self._loss_fn is not None:
             self._weights = to_floats([self._call_user(self._weight, it) for it in self._list_weighed(targets)])
         elif self._whole:
             self._weights = [float(size) for size in sizes]
@@ -126,14 +139,15 @@ class Losses:
             self._weights = to_floats(
                 [count_labels(it, ignored, size, class_weights) for it, size in zip(targets, sizes)]
             )
-        if self._proof is not None and not is_known and not self._is_said:
+        # Micro-batches of a window that weigh the same are averaged, as in any loop that accumulates.
+        if (
+            self._proof is not None
+            and not is_known
+            and not self._is_said
+            and (window is None or len({*self._weights}) > 1)
+        ):
             self._pair = self._proof.pair(self._weights, sizes)
         self.total = sum(self._weights)
-
-    @property
-    def _is_said(self) -> bool:
-        """Whether the user says how losses are joined."""
-        return self._weight is not None or self._reduce is not None
 
     def _list_weighed(self, targets: list[Any]) -> list[Any]:
         """Return what the user's weight of each micro-batch is made from: its target."""
@@ -150,6 +164,9 @@ class Losses:
 
     def _parts(self, picks: Sequence[Sequence[int]], to_device: Callable[[Tensor], Tensor]) -> list[Any]:
         """Return parts of the target, given for each the micro-batches that it belongs to."""
+        if isinstance(self._target, MicroBatches):
+            parts = [mapped(self._target[i], to_device) for pick in picks for i in pick]
+            return [_join_parts(parts) if len(pick) > 1 else part for pick, part in zip(picks, parts)]
         sizes, rows, whole = list(self._sizes), sum(self._sizes), self._whole
 
         def divide(value: Any, _path: str) -> list[Any] | None:
@@ -256,12 +273,25 @@ def make_zero_loss(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
-def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:
-    """Return numbers as floats. For tensors on an accelerator, the host waits once."""
-    tensors = [value.detach() for value in values if isinstance(value, Tensor) and value.numel() == 1]
-    if len(tensors) == len(values) and len({tensor.device for tensor in tensors}) == 1:
-        return [float(number) for number in torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()]
-    return [float(value) for value in values]
+def _given_weights(window: MicroBatches | None, target: Any, whole: bool) -> list[float] | None:
+    """Return the weights that the caller gives micro-batches, or None.
+
+    Raises:
+        TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
+        ValueError: there are not as many targets as micro-batches.
+    """
+    targets = target if isinstance(target, MicroBatches) else None
+    if window is None and targets is not None:
+        raise TypeError("target is MicroBatches, but the input is not; give MicroBatches in both")
+    if window is not None and targets is None and target is not None and not whole:
+        raise TypeError(
+            "the input is MicroBatches, but target is not; give MicroBatches([target_1, ...]), and wrap in NoChunk "
+            "what every micro-batch gets whole"
+        )
+    if window is not None and targets is not None and len(targets) != len(window):
+        raise ValueError(f"there are {len(window)} MicroBatches in the input, but {len(targets)} in the target")
+    given = [known.weights for known in (window, targets) if known is not None and known.weights is not None]
+    return given[0] if given else None
 
 
 def count_labels(
@@ -328,13 +358,14 @@ class MeanLoss(Losses):
         kept = _without_graph if takes_values else None
         to = functools.partial(bring, device=device)
         super().__init__(loss_fn, weight, reduce, whole=whole, to_device=to, kept=kept, proof=proof)
-        self._given = target, chunk_sizes(rows_of(input), chunks)
+        self._given = target, sizes_of(input, chunks), window_of(input)
         self._device = device
 
     def prepare(self, inputs: Sequence[Batch]) -> float:
         """Split the target like the input, and return its weight.
 
         Raises:
+            TypeError: the input is `MicroBatches`, and the target is not.
             ValueError: input and target have different sizes.
         """
         self._begin(*self._given)
@@ -354,11 +385,16 @@ class MeanLoss(Losses):
     def values(self) -> Any:
         """Return the other values of all micro-batches, gathered along dimension 0; None if there are none.
 
+        If the caller gives the micro-batches, that is a list with those of each.
+
         Raises:
             ValueError: the values of the micro-batches differ in structure, or the proof of the loss function fails.
         """
         self.prove(lambda outputs, _: gather([Batch.of(output, "the last layer") for output in outputs]))
-        return gather(self._values_of(len(self._sizes)), "loss_fn") if self._values else None
+        if not self._values:
+            return None
+        values = self._values_of(len(self._sizes))
+        return gather(values, "loss_fn") if self._window is None else [batch.value for batch in values]
 
 
 def _without_graph(values: Any) -> Batch:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -31,8 +32,10 @@ __all__ = [
     "has_an_item_for_each",
     "rows_of",
     "scatter",
+    "sizes_of",
     "split_rows",
     "tell_of_few",
+    "window_of",
 ]
 
 
@@ -192,20 +195,23 @@ def scatter(
 
     Args:
         inputs: the positional arguments of the pipeline: tensors of shape (batch, ...), None and
-            :class:`NoChunk` in containers
+            :class:`NoChunk` in containers; or `MicroBatches`, which are there already
         chunks: the requested number of micro-batches
         device: the device to move the micro-batches to; None to leave them where they are
         keywords: the keyword arguments of the pipeline, of the same kinds
 
     Raises:
         TypeError: a leaf has another type or is sparse or nested, or no leaf is a tensor to split.
-        ValueError: the sizes of the tensors differ in dimension 0, or a tensor has no dimensions.
+        ValueError: the sizes of the tensors differ in dimension 0, a tensor has no dimensions, or several
+            `MicroBatches` differ in number.
     """
     value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
     if isinstance(value, Tensor) and value.dim() > 0 and _is_dense(value):
         return [Batch((chunk,)) for chunk in _move(value, device).chunk(chunks)]
 
     leaves, spec = pytree.tree_flatten(value)
+    if any([isinstance(leaf, MicroBatches) for leaf in leaves]):
+        return _given(value, leaves, device)
     if not all(leaf is None or isinstance(leaf, (Tensor, NoChunk)) for leaf in leaves):
         raise _unsupported(value, "input", (Tensor, NoChunk, type(None)))
     _check_batch_sizes(value, leaves)
@@ -215,10 +221,51 @@ def scatter(
     return [Batch(row, spec) for row in zip(*columns)]
 
 
+def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[Batch]:
+    """Return micro-batches that the caller gives.
+
+    Raises:
+        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type.
+        ValueError: arguments have different numbers of micro-batches.
+    """
+    counts = [len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)]
+    if len(set(counts)) > 1:
+        raise ValueError(f"the arguments have different numbers of MicroBatches: {counts}; give as many in each")
+    if not all([leaf is None or isinstance(leaf, (MicroBatches, NoChunk)) for leaf in leaves]):
+        others = [path for path, leaf in _with_paths(value) if isinstance(leaf, Tensor)]
+        raise TypeError(
+            f"an argument is MicroBatches, but {others or 'others'} are not; give MicroBatches in each, and wrap in "
+            "NoChunk what every micro-batch gets whole"
+        )
+
+    def batch(i: int) -> Batch:
+        one = pytree.tree_map_only(MicroBatches, lambda window: window[i], value)
+        one = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, one)
+        made = Batch.of(one, f"micro-batch {i}")
+        return made.replace(tuple([leaf if leaf is None else _move(leaf, device) for leaf in made.leaves]))
+
+    return [batch(i) for i in range(counts[0])]
+
+
+def window_of(value: Any) -> MicroBatches | None:
+    """Return the first `MicroBatches` among arguments, or None if a mini-batch is to be split."""
+    if isinstance(value, Tensor):
+        return None
+    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, MicroBatches)), None)
+
+
 def rows_of(value: Any) -> int:
     """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits; 0 if there is none."""
     leaves = pytree.tree_leaves(value)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
+    return next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
+
+
+def sizes_of(value: Any, chunks: int) -> list[int]:
+    """Return the rows of each micro-batch of a mini-batch, given how many it is split into; 1 if there are no rows."""
+    window = window_of(value)
+    if window is not None:
+        return [max(1, rows_of(batch)) for batch in window]
+    return chunk_sizes(rows_of(value), chunks)
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:
@@ -265,7 +312,8 @@ def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:
     if 0 < rows < chunks:
         warnings.warn(
             f"a mini-batch of {rows} row{'s' * (rows > 1)} makes only {rows} micro-batch{'es' * (rows > 1)} instead of "
-            f"chunks={chunks}, so devices idle; give larger mini-batches, or chunks={rows}",
+            f"chunks={chunks}, so devices idle; give larger mini-batches, several at once in "
+            f"torchgpipe.MicroBatches([...]), as where gradients are accumulated, or chunks={rows}",
             UserWarning,
             stacklevel=stacklevel + 1,
         )

@@ -112,6 +112,7 @@ class Proof(ABC):
         devices: the devices that it computes on
         sizes: the rows of each micro-batch
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
+        splits: whether the micro-batches are parts of a mini-batch, which can run in one piece
 
     Attributes:
         comparison: the table
@@ -121,8 +122,15 @@ class Proof(ABC):
     draws_in_another_order = False
 
     def __init__(
-        self, module: nn.Module, devices: Sequence[torch.device], sizes: Sequence[int], epsilon: float
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        sizes: Sequence[int],
+        epsilon: float,
+        *,
+        splits: bool = True,
     ) -> None:
+        self._has_rows = splits and len(sizes) > 1
         self._module, self._devices, self._sizes = module, devices, sizes
         self.comparison = Comparison(epsilon)
         self._outside = Outside()
@@ -215,7 +223,7 @@ class Proof(ABC):
             couples = self._draws or bool(apart.buffers or norms)
             evaluated = None if training else apart.outputs
             if len(self._sizes) > 1 and self.comparison.is_equal:
-                if not (training and couples):
+                if self._has_rows and not (training and couples):
                     self._compare_rows(training)
                 if training and self.comparison.is_equal:
                     evaluated = self._evaluated(apart, couples)
@@ -271,7 +279,7 @@ class Proof(ABC):
                 raise PlainFails(self.explain_failure(error)) from error
             self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
-        if couples or not all(map(self._are_equal, run.outputs, apart.outputs)):
+        if self._has_rows and (couples or not all(map(self._are_equal, run.outputs, apart.outputs))):
             self._compare_rows(False)
         return run.outputs
 

@@ -85,6 +85,7 @@ class SequentialProof(Proof):
         partitions: returns the layers of each partition
         devices: the device of each partition
         batches: returns new micro-batches, at most so many
+        splits: whether the micro-batches are parts of a mini-batch
         gather: joins the outputs of micro-batches
         pipeline: runs the mini-batch through the pipeline, forward
         around: the extent of a mini-batch of so many micro-batches
@@ -101,6 +102,7 @@ class SequentialProof(Proof):
         devices: Sequence[torch.device],
         *,
         chunks: int,
+        splits: bool,
         batches: Callable[[int], list[Batch]],
         gather: Callable[[list[Batch]], Any],
         pipeline: Callable[[], Any],
@@ -110,15 +112,15 @@ class SequentialProof(Proof):
     ) -> None:
         count = len(batches(chunks))
         parameters = [known for known in model.parameters() if known.is_floating_point() or known.is_complex()]
-        super().__init__(
-            model, devices, [1] * count, max([torch.finfo(known.dtype).eps for known in parameters], default=0.0)
-        )
+        epsilon = max([torch.finfo(known.dtype).eps for known in parameters], default=0.0)
+        super().__init__(model, devices, [1] * count, epsilon, splits=splits)
         self._partitions, self._chunks, self._batches, self._gather = partitions, chunks, batches, gather
+        self._splits = splits
         self._pipeline, self._around, self._make_loss, self._step = pipeline, around, loss, step
         #: The loss of a step while steps are compared.
         self._loss: MeanLoss | None = None
         self._steps = False
-        #: For each leaf of the output, the gradient that backward of each micro-batch begins with.
+        #: For each micro-batch, the gradients of the leaves of its output that backward begins with.
         self._seeds: list[list[Tensor]] = []
         self._before: list[bytes] = []
 
@@ -170,9 +172,7 @@ class SequentialProof(Proof):
             share = self._loss.finish(i, output)
             return [(share, torch.ones_like(share))] if share.requires_grad else []
         pairs = [(leaf, cotangent(f"{k} {i}", leaf)) for k, leaf in enumerate(output.leaves) if leaf is not None]
-        self._seeds = [seeds[:i] for seeds in self._seeds] if i else [[] for _ in pairs]
-        for seeds, (_, seed) in zip(self._seeds, pairs):
-            seeds.append(seed)
+        self._seeds[i:] = [[seed for _, seed in pairs]]
         return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
 
     def sum_losses(self) -> Tensor | None:
@@ -256,8 +256,9 @@ class SequentialProof(Proof):
     def _differentiated(self, output: Any) -> dict[str, Tensor]:
         """Differentiate the output of the pipeline as that of the layers was, and return it."""
         leaves: list[Leaf] = pytree.tree_leaves(output)
-        pairs = zip([leaf for leaf in leaves if leaf is not None], self._seeds)
-        wanted = [(leaf, torch.cat(seeds)) for leaf, seeds in pairs if leaf.requires_grad]
+        seeds = [*map(torch.cat, zip(*self._seeds))] if self._splits else [seed for one in self._seeds for seed in one]
+        pairs = zip([leaf for leaf in leaves if leaf is not None], seeds)
+        wanted = [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
         if wanted:
             with Ambient().without_autocast():
                 torch.autograd.backward([leaf for leaf, _ in wanted], [grad for _, grad in wanted])
