@@ -18,7 +18,16 @@ REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob(
 
 #: The names that users may rely on, module by module.
 PUBLIC: dict[str, list[str]] = {
-    "torchgpipe": ["GPipe", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "plan", "record"],
+    "torchgpipe": [
+        "GPipe",
+        "MicroBatches",
+        "NoChunk",
+        "is_checkpointing",
+        "is_recomputing",
+        "pipelined",
+        "plan",
+        "record",
+    ],
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
     "torchgpipe.model.comparison": ["Compared", "Comparison"],
     "torchgpipe.balance": ["balance_by_size", "balance_by_time"],

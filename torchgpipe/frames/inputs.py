@@ -157,8 +157,8 @@ class Splitter:
         if nested:
             raise ValueError(
                 f"{nested} are nested tensors, which cannot be split along dimension 0: pad them to a dense tensor, "
-                "give a list with an item for each row, name in no_chunk what every micro-batch gets whole, or give the "
-                "micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"
+                "give a list with an item for each row, name in no_chunk what every micro-batch gets whole, or give "
+                "the micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"
             )
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
         in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)

@@ -191,8 +191,8 @@ def _pipelined(
     window = sample if isinstance(sample, MicroBatches) else None
     if chunks is None and window is None:
         raise TypeError(
-            "pipelined needs chunks=, the number of micro-batches that a mini-batch is split into; or give the sample as "
-            "torchgpipe.MicroBatches([...]), if mini-batches are never split"
+            "pipelined needs chunks=, the number of micro-batches that a mini-batch is split into; or give the sample "
+            "as torchgpipe.MicroBatches([...]), if mini-batches are never split"
         )
     count = len(window or ()) if chunks is None else verify_chunks(chunks)
     schedule = given_or_usual(schedule, offload=bool(offload))

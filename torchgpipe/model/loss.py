@@ -140,12 +140,8 @@ class Losses:
                 [count_labels(it, ignored, size, class_weights) for it, size in zip(targets, sizes)]
             )
         # Micro-batches of a window that weigh the same are averaged, as in any loop that accumulates.
-        if (
-            self._proof is not None
-            and not is_known
-            and not self._is_said
-            and (window is None or len({*self._weights}) > 1)
-        ):
+        is_mean = is_known or self._is_said or (window is not None and len({*self._weights}) == 1)
+        if self._proof is not None and not is_mean:
             self._pair = self._proof.pair(self._weights, sizes)
         self.total = sum(self._weights)
 
