@@ -234,7 +234,9 @@ def _pipelined(
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
         try:
             with _telling():
-                proved = arguments if window is None else Arguments((window,), {})
+                # One micro-batch twice, or no frame would meet another.
+                several = window if window is None or len(window) > 1 else MicroBatches([*window, *window])
+                proved = arguments if several is None else Arguments((several,), {})
                 _prove(runs, proved, target, verifies=verify is not False)
         except BaseException as error:
             if ran_out_of_memory(error):
