@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.cell.layers_column import Mechanisms
+from torchgpipe.devices.links import verify_links
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
@@ -171,6 +172,7 @@ class GPipe(nn.Module):
             verify_home(module.named_parameters())
             devices = cycled(devices, len(self.balance))
         self._devices = verify_devices(devices, len(self.balance))
+        verify_links(self._devices, 2)
         self._watched: set[Any] = set()
         self.training = module.training
         verify_initialised(module, self.checkpoint)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.devices import links
 from torchgpipe.devices.typing import Device
 
 __all__ = [
@@ -86,4 +87,4 @@ def same_memory(a: torch.device, b: torch.device) -> bool:
 def bring(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``: the tensor itself if the device has the same memory, and a copy otherwise."""
     # `Tensor.to` would copy from 'cpu' to 'cpu:1'.
-    return tensor if same_memory(tensor.device, device) else tensor.to(device)
+    return tensor if same_memory(tensor.device, device) else links.to(tensor, device)

@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices import links
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import own_call
 from torchgpipe.frames.door import Door, Owner
@@ -128,7 +129,7 @@ def copier(
         source = streams.device_of(tensor)
         if source is None or (sources is not None and source not in sources) or not streams.moves(source, device):
             return tensor
-        copy = tensor.to(device)
+        copy = links.to(tensor, device)
         # Under no_grad() a model may turn gradients on and differentiate its input, which has to be a leaf then.
         return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Cell
+from torchgpipe.devices import links
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
@@ -151,5 +152,5 @@ class Crossing:
         if source is None:
             return tensor  # Not of this pipeline: the plain model would meet the same device.
         if tensor.requires_grad:  # A leaf, or made in this column, on a device that the model has remembered.
-            return tensor.to(columns.devices[column])
+            return links.to(tensor, columns.devices[column])
         return self._copied(tensor, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.devices import links
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.frames.settings import Settings, iterate_tensors
@@ -41,7 +42,7 @@ def move(module: nn.Module, settings: Settings) -> None:
             if tensor.is_meta:
                 child._buffers[name] = _unset(torch.empty_like(tensor, device=device))
             elif not same_memory(tensor.device, device):
-                child._buffers[name] = tensor.to(device)
+                child._buffers[name] = links.to(tensor, device)
             continue
         if settings.offload is not None:
             verify_home([(full, parameter)])

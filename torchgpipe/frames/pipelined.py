@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.links import verify_links
 from torchgpipe.devices.memory import bytes_of, ran_out_of_memory
 from torchgpipe.devices.torch_internals import is_optimized, own_call, runs_compiled
 from torchgpipe.devices.typing import Device
@@ -229,6 +230,7 @@ def _pipelined(
     if offload:
         verify_fits(_sizes(module, settings), slots)
     verify_fitting(settings, schedule)
+    verify_links(settings.devices, 3)
     move(module, settings)
     runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.devices import links
 from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import parameter_like, will_run
@@ -153,7 +154,7 @@ class Aliases:
         away = self._moves(parameter, self._devices[j])
         if not trains and not away:
             return None
-        values = parameter.detach().to(self._devices[j], copy=True) if away else parameter
+        values = links.to(parameter.detach(), self._devices[j], copy=True) if away else parameter
         return parameter_like(parameter, values, requires_grad=trains)
 
     def _moves(self, tensor: Tensor, device: torch.device | None) -> bool:
@@ -245,7 +246,9 @@ class Aliases:
         """Return the gradient of an alias where its parameter is, and leave none."""
         grad, alias.grad = alias.grad, None
         home = None if grad is None or self._streams is None else self._streams.device_of(parameter)
-        return grad.to(home) if grad is not None and self._moves(grad, home) else grad
+        if grad is None or home is None or not self._moves(grad, home):
+            return grad
+        return links.to(grad, home)
 
 
 def weights_of(slots: Iterable[Slot]) -> Iterator[tuple[Tensor, int]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.devices import links
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import can_move_data, exchange_memory
 from torchgpipe.model.partition import Partition
@@ -140,7 +141,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and not same_memory(buffer.device, device):
-                child._buffers[name] = buffer.to(device)
+                child._buffers[name] = links.to(buffer, device)
 
 
 @torch.no_grad()
@@ -152,11 +153,11 @@ def move_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> 
     """
     if is_lazy(parameter) or same_memory(parameter.device, device):
         return
-    moved, grad = parameter.detach().to(device), parameter.grad
+    moved, grad = links.to(parameter.detach(), device), parameter.grad
     if can_move_data(parameter, device):
         parameter.data = moved
         if grad is not None:
-            grad.data = grad.detach().to(device)
+            grad.data = links.to(grad.detach(), device)
         return
     parameter.grad = None  # It refers to the parameter's memory.
     try:
@@ -169,7 +170,7 @@ def move_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> 
             "parts to their devices yourself before wrapping it"
         ) from error
     if grad is not None:
-        parameter.grad = grad.to(device)
+        parameter.grad = links.to(grad, device)
 
 
 def give_memory(parameter: nn.Parameter, device: torch.device) -> None:

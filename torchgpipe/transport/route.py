@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from torchgpipe.devices import links
 from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import is_shared
 from torchgpipe.devices.typing import Leaf, Leaves
@@ -184,7 +185,7 @@ def release(routes: Sequence[Route]) -> None:
 def _move(leaving: Stream, arriving: Stream, target: Stream, leaves: Leaves) -> Leaves:
     # A copy between two devices is launched on the current streams of both.
     with leaving.use(), arriving.use():
-        moved = tuple([None if leaf is None else leaf.to(arriving.device, copy=True) for leaf in leaves])
+        moved = tuple([None if leaf is None else links.to(leaf, arriving.device, copy=True) for leaf in leaves])
     for leaf, new in zip(leaves, moved):
         if leaf is not None and new is not None:
             leaving.record(leaf)  # allocated on the source's stream, read on this one
