@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.devices import links
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import can_move_data, exchange_memory
+from torchgpipe.model.attached import move_attached
 from torchgpipe.model.partition import Partition
 
 __all__ = ["give_memory", "move_buffers", "move_parameter", "place", "verify_sharing"]
@@ -146,12 +147,17 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def move_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter and its gradient to ``device``. The parameter stays the same object, with its class and hooks.
+    """Move a parameter, its gradient and the tensors among its attributes to ``device``.
+
+    The parameter stays the same object, with its class and hooks.
 
     Raises:
         ValueError: something refers to the parameter, on a backend where parameters cannot change their device.
     """
-    if is_lazy(parameter) or same_memory(parameter.device, device):
+    if is_lazy(parameter):
+        return
+    move_attached(parameter, device)
+    if same_memory(parameter.device, device):
         return
     moved, grad = links.to(parameter.detach(), device), parameter.grad
     if can_move_data(parameter, device):

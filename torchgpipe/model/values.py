@@ -28,6 +28,7 @@ __all__ = [
     "each",
     "hidden",
     "is_cache",
+    "is_plain_object",
     "mapped",
     "spread",
     "walk",
@@ -76,7 +77,7 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
         )
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if hasattr(value, field.name)]
-    elif (caches and is_cache(value)) or (objects and _is_plain_object(kind) and hasattr(value, "__dict__")):
+    elif (caches and is_cache(value)) or (objects and is_plain_object(kind) and hasattr(value, "__dict__")):
         names = list(vars(value))
     else:
         return None
@@ -287,7 +288,7 @@ def _is_kind_of_cache(kind: Any) -> bool:
 
 
 @cache
-def _is_plain_object(kind: Any) -> bool:
+def is_plain_object(kind: Any) -> bool:
     """Return whether instances of a class are mere holders of attributes, so that a copy does the same."""
     others = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.ModuleType, BaseException)
     return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
