@@ -224,10 +224,12 @@ class InOnePiece(TorchFunctionMode):
         return mapped(value, self._copied)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Copy the arguments, and call the module."""
+        """Copy the arguments, and call the module on its device, which a kernel of the user's may need to be current."""
         self._moved(door.column)
-        self._change = self._columns.copier(self._columns.devices[door.column])
-        return door.call_exchanged(args, kwargs, self._copied)
+        device = self._columns.devices[door.column]
+        self._change = self._columns.copier(device)
+        with self._columns.streams.current(device).use():
+            return door.call_exchanged(args, kwargs, self._copied)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         self._is_off = True  # Asked for its device, a tensor would tell where it is needed.

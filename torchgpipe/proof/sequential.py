@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import bring
+from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import parameter_like, pytree
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import cotangent
@@ -116,6 +117,7 @@ class SequentialProof(Proof):
         super().__init__(model, devices, [1] * count, epsilon, splits=splits)
         self._partitions, self._chunks, self._batches, self._gather = partitions, chunks, batches, gather
         self._splits = splits
+        self._streams = Streams()
         self._pipeline, self._around, self._make_loss, self._step = pipeline, around, loss, step
         #: The loss of a step while steps are compared.
         self._loss: MeanLoss | None = None
@@ -134,7 +136,8 @@ class SequentialProof(Proof):
                 batch = batch.replace(tuple([leaf if leaf is None else bring(leaf, device) for leaf in batch.leaves]))
                 for key, skip in tracker.skips.items():
                     tracker.skips[key] = skip if skip is None else bring(skip, device)
-                batch = type(batch).of(batch.pass_to(partition), "the output of a layer")
+                with self._streams.current(device).use():  # A kernel of the user's may need its device to be current.
+                    batch = type(batch).of(batch.pass_to(partition), "the output of a layer")
         return batch
 
     @contextmanager
