@@ -224,7 +224,7 @@ class InOnePiece(TorchFunctionMode):
         return mapped(value, self._copied)
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Copy the arguments, and call the module on its device, which a kernel of the user's may need to be current."""
+        """Copy the arguments, and call the module with its device current, which kernels of the user's may need."""
         self._moved(door.column)
         device = self._columns.devices[door.column]
         self._change = self._columns.copier(device)
