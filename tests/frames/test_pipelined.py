@@ -652,6 +652,30 @@ def test_a_balance_by_names_loses_no_part(names: dict[str, int], counts: list[in
     assert pipelined(model, X, chunks=4, devices=TWO, balance=names).layout.balance == counts
 
 
+class Shifted(nn.Module):
+    """A block with a parameter of its own, used before its first module and behind the last, as in Wan, LTX, PixArt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a, self.b = nn.Parameter(torch.randn(2, 6)), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale = self.table.unsqueeze(0).unbind(1)
+        return x + self.b(x + self.a(x + shift)) * scale
+
+
+def test_a_block_with_a_parameter_of_its_own_stays_in_one_piece_under_offload() -> None:
+    """It was divided, or its parameter was where the model had been before it: "which is not on the device then"."""
+    model = pipelined(
+        nn.Sequential(*[Shifted() for _ in range(4)]).double(), X, chunks=2, devices=["cpu"], offload=True
+    )
+    assert model.layout.balance == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="stays in one piece"):
+        pipelined(
+            nn.Sequential(Shifted(), Shifted()).double(), X, chunks=2, devices=["cpu"], partitions=3, offload=True
+        )
+
+
 def test_offload_has_several_partitions_for_each_device() -> None:
     """One for each device would leave nothing in host memory."""
     assert len(pipelined(six(), X, chunks=4, devices=TWO, offload=True).layout.partitions) == 6

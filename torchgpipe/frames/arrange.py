@@ -60,14 +60,15 @@ def arrange(
     traces = studied.traces
     if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    spine = find_spine(module, traces[0], len(devices), begins)
+    offloads = settings.get("offload") is not None
+    spine = find_spine(module, traces[0], len(devices), begins, keeps_weights=offloads)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)
     for part, *seconds in zip(spine, *[_seconds(spine, traced) for traced in traces]):
         part.seconds = min(seconds)
     if len(spine) < n:
-        raise ValueError(_too_short(spine, n))
+        raise ValueError(_too_short(spine, n, offloads=offloads))
     counts = _counts(module, spine, n, balance)
     rest = iter(spine)
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
@@ -81,7 +82,7 @@ def arrange(
         labels=[_label(partitions, members) for members in columns],
         parts=[[part.name for j in members for part in partitions[j].parts] for members in columns],
         doors=names,
-        homes=doors.homes(),
+        homes=doors.homes(names),
         again=doors.again(names),
         recomputed={*recomputed},
         study=replace(studied, traces=[]),
@@ -101,7 +102,7 @@ def _seconds(spine: list[Part], traced: Trace) -> list[float]:
     return seconds
 
 
-def _too_short(spine: list[Part], n: int) -> str:
+def _too_short(spine: list[Part], n: int, *, offloads: bool) -> str:
     if not spine:
         return (
             "there is nothing to split: the model is a single layer, or calls no module with parameters but within a "
@@ -109,7 +110,7 @@ def _too_short(spine: list[Part], n: int) -> str:
         )
     names = ", ".join([f"'{part.name}'" for part in spine])
     largest = max(spine, key=lambda part: part.parameters)
-    why = "which cannot be opened"
+    why = "which cannot be opened" + ", as a module with parameters of its own stays in one piece" * offloads
     if largest.again:
         why = (
             f"whose modules cannot be kept apart, as '{largest.again}' is called again after others, and has more than "
@@ -233,12 +234,12 @@ class _Doors:
         calls = [call for call in self._traced.calls if call.name in doors]
         return {call.name for call in calls if doors[call.name] < self._place_at(call.start)[0]}
 
-    def homes(self) -> dict[str, int]:
-        """Return the column of each parameter and buffer outside of the doors: that in which it is first used."""
+    def homes(self, doors: Mapping[str, int]) -> dict[str, int]:
+        """Return the column of each parameter and buffer outside of ``doors``: that in which it is first used."""
         return {
             name: self._place_at(self._traced.used.get(tensor, 0))[0]
             for name, _, _, tensor in iterate_tensors(self._module)
-            if find_door(name, self._columns) is None
+            if find_door(name, doors) is None
         }
 
     def coarser(self) -> dict[str, int]:
