@@ -512,3 +512,39 @@ def test_a_container_of_the_models_own_stays_as_it_is(devices: Devices) -> None:
     for _ in range(2):
         expect_same(model, plain)
     assert model.tables["scale"].device == torch.device(devices(4)[0]) or devices(4)[0].startswith("cpu")
+
+
+class Adapted(nn.Module):
+    """An adapter that takes the place of a layer's forward, in a network of its own, as in kohya's scripts."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.down, self.up, self.original = nn.Linear(4, 2), nn.Linear(2, 4), linear.forward
+        linear.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.original(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["call", "step"])
+def test_adapters_outside_of_a_frozen_model_are_trained(way: str) -> None:
+    """``model(x)`` had no graph: the node that stands for a mini-batch had no input that requires grad."""
+
+    def make_adapted() -> tuple[Any, nn.ModuleList]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).requires_grad_(False)
+        return model.double(), nn.ModuleList(map(Adapted, model)).double()
+
+    x = torch.randn(4, 4).double()
+    model, network = make_adapted()
+    for part in reversed(x.chunk(2)) if way == "call" else x.chunk(2):
+        (model(part).square().sum() / x.numel()).backward()
+    expected = [parameter.grad for parameter in network.parameters()]
+    model, network = make_adapted()
+    pipelined(model, x[:2], chunks=2, devices=TWO, loss_fn=lambda output, _: output.square().mean())
+    if way == "call":
+        (model(x).square().sum() / x.numel()).backward()
+    else:
+        model.step(x)
+    for ours, gradient in zip(network.parameters(), expected):
+        torch.testing.assert_close(ours.grad, gradient)

@@ -666,14 +666,11 @@ class Shifted(nn.Module):
 
 def test_a_block_with_a_parameter_of_its_own_stays_in_one_piece_under_offload() -> None:
     """It was divided, or its parameter was where the model had been before it: "which is not on the device then"."""
-    model = pipelined(
-        nn.Sequential(*[Shifted() for _ in range(4)]).double(), X, chunks=2, devices=["cpu"], offload=True
-    )
+    sample = torch.randn(2, 6)
+    model = pipelined(nn.Sequential(*[Shifted() for _ in range(4)]), sample, chunks=2, devices=["cpu"], offload=True)
     assert model.layout.balance == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="stays in one piece"):
-        pipelined(
-            nn.Sequential(Shifted(), Shifted()).double(), X, chunks=2, devices=["cpu"], partitions=3, offload=True
-        )
+        pipelined(nn.Sequential(Shifted(), Shifted()), sample, chunks=2, devices=["cpu"], partitions=3, offload=True)
 
 
 def test_offload_has_several_partitions_for_each_device() -> None:

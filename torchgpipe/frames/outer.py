@@ -20,6 +20,7 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
 from torchgpipe.graph.function import Function
+from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.values import each, mapped
 
 __all__ = ["Exported", "Outer"]
@@ -54,7 +55,11 @@ class Exported:
         tensors, exports = zip(*pairs)
         inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
         trained = _trained_by(mini_batch)
-        outer = iter(Outer.apply(mini_batch, trained, exports, *tensors, *trained, *inputs))
+        outside: list[Tensor] = []
+        if not trained and not any([tensor.requires_grad for tensor in inputs]):
+            # All of this is frozen, and leaves outside of the model are trained, as adapters in a network of their own.
+            outside = [get_phony(torch.device("cpu")).requires_grad_()]
+        outer = iter(Outer.apply(mini_batch, trained, exports, *tensors, *trained, *inputs, *outside))
         return [
             _exchanged(output, {key: next(outer) for key in exports})
             for output, exports in zip(self._outputs, self._exports)
@@ -65,7 +70,7 @@ class Outer(Function):
     """Forward: the outputs, now a part of the caller's graph. Backward: the backward half of the mini-batch.
 
     Its arguments are the mini-batch, the parameters that get a gradient, the exports of the outputs, the
-    outputs, these parameters once more, and the inputs that require grad.
+    outputs, these parameters once more, the inputs that require grad, and a leaf if there are neither.
     """
 
     @staticmethod
@@ -107,7 +112,8 @@ class Outer(Function):
         inputs = [grad for _, grad in mini_batch.take_input_gradients()]
         sums = dict(zip(mini_batch.aliases.trained, mini_batch.aliases.take()))
         parameters = [sums[parameter] for parameter in ctx.trained]
-        return (None, None, None, *[None] * len(grads), *parameters, *inputs)
+        outside = [None] * (len(ctx.needs_input_grad) - 3 - len(grads) - len(parameters) - len(inputs))
+        return (None, None, None, *[None] * len(grads), *parameters, *inputs, *outside)
 
 
 def _trained_by(mini_batch: MiniBatch) -> list[Tensor]:
