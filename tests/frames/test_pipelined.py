@@ -489,7 +489,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (six, {"balance": {"layers.1": 1, "layers.4": 0}}, ValueError, "'layers.4' into partition 0, which is 'layers.0'"),
     (six, {"balance": {"layers.0": 1}}, ValueError, "each of 2 partitions but the first begins"),
     (six, {"balance": {"layers.3": 0}}, ValueError, "1 partition does not go evenly round 2 devices"),
-    (six, {"balance": {"layers.3": "1"}}, TypeError, "balance must be"),
+    (six, {"balance": {"layers.3": 1.5}}, TypeError, "balance must be"),
     (six, {"balance": 3}, TypeError, "balance must be"),
     (sequential, {"partitions": 3}, ValueError, "3 partitions do not go evenly round 2 devices"),
     (sequential, {"schedule": "2F2B"}, ValueError, "schedule must be one of"),
@@ -650,6 +650,14 @@ def test_a_balance_by_names_loses_no_part(names: dict[str, int], counts: list[in
     """The last name of a partition won: with a whole device_map, some blocks were in no partition."""
     model = six(tanh=nn.Tanh(), between=lambda self, k, x, first: self.tanh(x))
     assert pipelined(model, X, chunks=4, devices=TWO, balance=names).layout.balance == counts
+
+
+def test_a_balance_takes_the_devices_of_a_device_map() -> None:
+    model = pipelined(six(), X, chunks=4, balance={"layers.0": "cpu:0", "layers.4": "cpu:1"})
+    assert model.layout.balance == [4, 2]
+    assert [str(partition.device) for partition in model.layout.partitions] == ["cpu:0", "cpu:1"]
+    with pytest.raises(TypeError, match="devices= has no use"):
+        pipelined(six(), X, chunks=4, balance={"layers.4": "cpu:1"}, devices=TWO)
 
 
 class Shifted(nn.Module):

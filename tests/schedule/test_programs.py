@@ -128,8 +128,9 @@ def test_neighbouring_partitions_on_one_device_run_as_one() -> None:
     ("name", "places", "message"),
     [
         ("2F2B", [0, 1], "schedule must be one of GPipe, .*, V-Half, LayerMajor, or a program, but got '2F2B'"),
-        ("1F1B", [0, 1, 0], r"1F1B wants the partitions of a device next to each other, .* \[0, 1, 0\]"),
-        ("ZeroBubble", [0, 1, 0], "use schedule='Interleaved1F1B'"),
+        ("1F1B", [0, 1, 0], r"next to each other, .* \[0, 1, 0\]; .* \['GPipe', 'LayerMajor'\]"),
+        ("ZeroBubble", [0, 1, 1, 0], r"next to each other, .* \[0, 1, 0\]; .* \['GPipe', 'V-Half', 'LayerMajor'\]"),
+        ("1F1B", [0, 1, 0, 1], r"\['GPipe', 'Interleaved1F1B', 'LayerMajor'\]"),
         ("Interleaved1F1B", [0, 1, 1, 0], r"go round the devices, .* \[0, 1, 0\]; give devices=\[a, b, a, b\]"),
         ("V-Half", [0, 1, 0, 1], r"placed like a V, .* \[0, 1, 0, 1\]; give devices=\[a, b, b, a\]"),
     ],

@@ -57,7 +57,7 @@ def pipelined(
     chunks: int | None = None,
     devices: Iterable[Device] | None = None,
     partitions: int | None = None,
-    balance: str | Sequence[int] | Mapping[str, int] = "time",
+    balance: str | Sequence[int] | Mapping[str, int] | Mapping[str, str] = "time",
     schedule: Schedule = USUAL,
     loss_fn: Callable[..., Any] | None = None,
     weight: Callable[..., Any] | None = None,
@@ -103,8 +103,8 @@ def pipelined(
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
         partitions: the number of partitions (default: one for each device, or under ``offload`` up to eight)
         balance: ``'time'``, ``'parameters'`` or ``'size'``: what to balance; or the number of parts of the spine in
-            each partition; or a dict from names of modules to their partitions, which a part that is not named joins
-            with the part before it
+            each partition; or a dict from names of modules to their partitions, or to devices as in a ``device_map``;
+            a part that is not named joins the part before it
         schedule: for ``step``; see :class:`GPipe` (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
         loss_fn: for ``step``, takes the output and the target of a micro-batch, and returns the loss, or a pair of the
             loss and other values; see :class:`GPipe` (default: the output's own ``loss``, or the number that the output
@@ -172,7 +172,7 @@ def _pipelined(
     chunks: int | None,
     devices: Iterable[Device] | None,
     partitions: int | None,
-    balance: str | Sequence[int] | Mapping[str, int],
+    balance: str | Sequence[int] | Mapping[str, Any],
     schedule: Schedule,
     loss_fn: Callable[..., Any] | None,
     weight: Callable[..., Any] | None,
@@ -204,6 +204,7 @@ def _pipelined(
         checkpoint = True if isinstance(checkpoint, tuple) and not checkpoint else checkpoint
     verify_loss(loss_fn, weight, reduce)
     whole = [no_chunk] if isinstance(no_chunk, str) else [*no_chunk]
+    balance, devices = _by_numbers(balance, devices)
     places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
     verify_name(schedule)
     arguments = arguments_of(sample if window is None else window[0])
@@ -300,6 +301,20 @@ def _telling() -> Iterator[None]:
 
 def _names(names: Collection[str]) -> Collection[str]:
     return [names] if isinstance(names, str) else names
+
+
+def _by_numbers(
+    balance: str | Sequence[int] | Mapping[str, Any], devices: Iterable[Device] | None
+) -> tuple[str | Sequence[int] | Mapping[str, int], Iterable[Device] | None]:
+    """Return a balance with numbers of partitions, and devices, where the balance has devices, as a device_map has."""
+    named = balance if isinstance(balance, Mapping) else {}
+    if not named or not all([isinstance(place, (str, torch.device)) for place in named.values()]):
+        return balance, devices
+    if devices is not None:
+        raise TypeError("balance names devices, so devices= has no use; leave one of them out")
+    own = {name: canonical_device(device) for name, device in named.items()}
+    places = [*dict.fromkeys(own.values())]
+    return {name: places.index(device) for name, device in own.items()}, places
 
 
 def _devices(

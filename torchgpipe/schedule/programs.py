@@ -22,6 +22,7 @@ Sources:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Literal, TypeAlias, cast, get_args
 
@@ -164,6 +165,21 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
 
 @lru_cache(maxsize=32)  # Every step asks for its program.
 def _program(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
+    try:
+        return _made(name, m, places)
+    except ValueError as error:
+        raise ValueError(f"{error}; the schedules that run there are {[*_fitting(places)]}") from None
+
+
+def _fitting(places: tuple[int, ...]) -> Iterator[str]:
+    """Yield the schedules that run on these places."""
+    for name in NAMES:
+        with suppress(ValueError):
+            _made(name, 1, places)
+            yield name
+
+
+def _made(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
     if name == "V-Half":
         return tuple(map(tuple, v_half(m, places)))
     if name == "LayerMajor":
@@ -192,8 +208,7 @@ def _within(kind: str, block: list[int]) -> Iterator[int]:
 def _one_block_each(name: str, devices: Sequence[int]) -> None:
     if len(set(devices)) < len(devices):
         raise ValueError(
-            f"{name} wants the partitions of a device next to each other, but they are on devices {list(devices)}; "
-            "use schedule='Interleaved1F1B' or 'V-Half', or other devices"
+            f"{name} wants the partitions of a device next to each other, but they are on devices {list(devices)}"
         )
 
 
