@@ -28,6 +28,7 @@ from torchgpipe.model.microbatch import Batch, WholeArguments, gather, rows_of, 
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
+from torchgpipe.model.retry import OnShortage, Remedy, Retry, verify_on_oom
 from torchgpipe.model.settings import (
     CheckpointMode,
     LayerNames,
@@ -112,6 +113,9 @@ class GPipe(nn.Module):
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
             that is free), which CUDA copies beside the computation
+        on_oom: what a step does if memory runs out: ``'raise'`` raises the error; ``'retry'`` runs the step again, as
+            often as there is a way to take less memory, each tried once, with a warning, and kept for later steps: free
+            what allocators keep, recompute everything, twice the ``chunks``, one of the ``slots`` less
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
@@ -157,6 +161,7 @@ class GPipe(nn.Module):
         offload: bool | Literal["weights"] = False,
         slots: int = 2,
         pin: int | None = None,
+        on_oom: OnShortage = "raise",
     ) -> None:
         super().__init__()
         verify_module(module)
@@ -182,6 +187,7 @@ class GPipe(nn.Module):
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight, reduce
         self._loss_proof = LossProof()
+        self._on_oom, self._retry = verify_on_oom(on_oom), Retry()
         self._whole = WholeArguments(no_chunk, next(iter(self._layers_of(module).values()), None))
         self.schedule = given_or_usual(schedule, offload=bool(offload))
         self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
@@ -365,7 +371,14 @@ class GPipe(nn.Module):
         self._watched.add(kind)
         return result
 
-    def step(self, input: Any, target: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> Any:
+    def step(
+        self,
+        input: Any,
+        target: Any = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        on_oom: OnShortage | None = None,
+    ) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
             layers = nn.Sequential(a, b, c, d)
@@ -387,6 +400,7 @@ class GPipe(nn.Module):
                 if the loss function needs none; :class:`MicroBatches` if the input is
             scaler: scales the loss before backward, so that small gradients in half precision do not vanish; afterwards
                 call ``scaler.step(optimizer)`` and ``scaler.update()``, as usual
+            on_oom: what to do if memory runs out, ``'raise'`` or ``'retry'`` (default: as the pipeline was made)
 
         Returns:
             the loss of all micro-batches, a tensor without dimensions, on ``devices[-1]``. If the loss function returns
@@ -404,7 +418,39 @@ class GPipe(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
-            return uncompiled(self.step, input, target, scaler=scaler)
+            return uncompiled(self.step, input, target, scaler=scaler, on_oom=on_oom)
+        if verify_on_oom(on_oom or self._on_oom) == "raise":
+            return self._step(input, target, scaler)
+        if self._replicas.exist:
+            raise ValueError("on_oom='retry' is for one process: others would not run the step again; leave it out")
+        remedies = self._remedies(input)
+        return self._retry.run(lambda: self._step(input, target, scaler), self, self._devices, remedies, 2)
+
+    def _remedies(self, input: Any) -> list[Remedy]:
+        """Return the ways to take less memory in a step."""
+
+        def recompute() -> str:
+            if self._checkpoint not in ("never", "except_last"):
+                return ""
+            self.checkpoint = "always"
+            return "checkpoint='always' from now on, which takes a third more time"
+
+        def split() -> str:
+            if window_of(input) is not None or rows_of(input) < 2 * self._chunks:
+                return ""
+            self.chunks = 2 * self._chunks
+            return f"chunks={self._chunks} from now on, so sums are rounded differently and kernels are smaller"
+
+        def evict() -> str:
+            memory = self._host_memory
+            if memory is None or memory.slots < 2:
+                return ""
+            memory.slots -= 1
+            return f"slots={memory.slots} from now on, so weights may come later than they are needed"
+
+        return [Remedy("checkpoint", recompute), Remedy("chunks", split), Remedy("slots", evict)]
+
+    def _step(self, input: Any, target: Any, scaler: torch.amp.GradScaler | None) -> Any:
         if self._loss[0] is None:
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
         if not self._partitions:
@@ -416,7 +462,7 @@ class GPipe(nn.Module):
             self._refuse_unwrapped()
             self._verify_layers()
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
-            self._begin(input, 3)
+            self._begin(input, 4)
             own_weight = mean.prepare(inputs)
             program = program_of(self._schedule, len(inputs), self._places)
             views = self._views(len(inputs))

@@ -35,6 +35,7 @@ from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
+from torchgpipe.model.retry import OnShortage, Remedy, Retry, verify_on_oom
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
@@ -111,6 +112,7 @@ class Pipeline:
         self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
         self._begun = False
         self._loss_proof = LossProof()
+        self._retry = Retry()
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
@@ -150,12 +152,53 @@ class Pipeline:
             return outputs if batch.window is not None else outputs[0]
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
 
-    def step(self, args: tuple[Any, ...], target: Any, kwargs: Any, scaler: torch.amp.GradScaler | None = None) -> Any:
+    def step(
+        self,
+        args: tuple[Any, ...],
+        target: Any,
+        kwargs: Any,
+        scaler: torch.amp.GradScaler | None = None,
+        on_oom: OnShortage | None = None,
+    ) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
+        settings, arguments = self.settings, Arguments(args, kwargs)
+        if verify_on_oom(on_oom or settings.on_oom) == "raise":
+            return self._step(arguments, target, scaler)
+        return self._retry.run(
+            lambda: self._step(arguments, target, scaler), self.module, settings.devices, self._remedies(arguments), 3
+        )
+
+    def _remedies(self, arguments: Arguments) -> list[Remedy]:
+        """Return the ways to take less memory in a step."""
         settings = self.settings
-        batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
+
+        def recompute() -> str:
+            if settings.recomputed >= settings.doors.keys():
+                return ""
+            settings.recomputed = {*settings.doors}
+            return "all modules are recomputed from now on, which takes a third more time"
+
+        def split() -> str:
+            batch = settings.study.splitter.micro_batches(arguments, settings.chunks)
+            if batch.given or batch.rows < 2 * settings.chunks:
+                return ""
+            settings.chunks *= 2
+            return f"chunks={settings.chunks} from now on, so sums are rounded differently and kernels are smaller"
+
+        def evict() -> str:
+            if self.host_memory is None or settings.offload is None or self.host_memory.slots < 2:
+                return ""
+            self.host_memory.slots -= 1
+            settings.offload = self.host_memory.slots, *settings.offload[1:]
+            return f"slots={self.host_memory.slots} from now on, so weights may come later than they are needed"
+
+        return [Remedy("checkpoint", recompute), Remedy("chunks", split), Remedy("slots", evict)]
+
+    def _step(self, arguments: Arguments, target: Any, scaler: torch.amp.GradScaler | None) -> Any:
+        settings = self.settings
+        batch = settings.study.splitter.micro_batches(arguments, settings.chunks)
         self._verify(batch)
-        self._begin(batch, 4)  # the caller of step
+        self._begin(batch, 5)  # the caller of step
         backward = torch.is_grad_enabled()
         loss = MicroBatchLoss(
             settings,

@@ -37,6 +37,7 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.loss import verify_loss
+from torchgpipe.model.retry import OnShortage, verify_on_oom
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.offload.host_memory import verify_fits, verify_home, verify_offload
 from torchgpipe.schedule import Schedule, verify_name
@@ -70,6 +71,7 @@ def pipelined(
     offload: bool | Literal["weights"] = False,
     slots: int = 2,
     pin: int | None = None,
+    on_oom: OnShortage = "raise",
 ) -> M:
     """Pipeline any module over several devices, in place. ::
 
@@ -131,6 +133,7 @@ def pipelined(
         slots: under ``offload``, the partitions whose parameters have room on a device at a time
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
             that is free), which CUDA copies beside the computation
+        on_oom: what a step does if memory runs out, ``'raise'`` or ``'retry'``; see :class:`GPipe`
 
     Returns:
         ``module``
@@ -185,6 +188,7 @@ def _pipelined(
     offload: bool | Literal["weights"],
     slots: int,
     pin: int | None,
+    on_oom: OnShortage,
     apart: bool = False,
     studied: Study | None = None,
 ) -> M:
@@ -227,6 +231,7 @@ def _pipelined(
         whole_target="target" in whole,
         may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
+        on_oom=verify_on_oom(on_oom),
     )
     if offload:
         verify_fits(_sizes(module, settings), slots)

@@ -19,6 +19,7 @@ from torchgpipe.frames.settings import Settings
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.placement import move_buffers
+from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
 
@@ -88,13 +89,21 @@ class _Pipelined(nn.Module):
         """The devices, for a `GPipe` that has this module as a layer."""
         return _settings_of(self).devices
 
-    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Any:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_oom: OnShortage | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
 
         Args:
             *args: as for the model
             target: the target of the loss function, if there is one, on any device; see :meth:`GPipe.step`
             scaler: scales the loss before backward; see :meth:`GPipe.step`
+            on_oom: what to do if memory runs out, ``'raise'`` or ``'retry'`` (default: as ``pipelined`` was told)
             **kwargs: as for the model
 
         Returns:
@@ -107,7 +116,7 @@ class _Pipelined(nn.Module):
                 "one by position, and scale the loss in loss_fn"
             )
         try:
-            return runs.step(args, target, kwargs, scaler)
+            return runs.step(args, target, kwargs, scaler, on_oom)
         except TypeError as error:
             if (
                 target is None

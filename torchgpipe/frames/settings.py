@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.sample import Study
+from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.values import dotted
 from torchgpipe.schedule import Schedule
 
@@ -44,6 +45,7 @@ class Settings:
         may_differ: the names of outputs that may differ between rows together and rows apart
         offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
             there, too
+        on_oom: what a step does if memory runs out
     """
 
     chunks: int
@@ -64,6 +66,7 @@ class Settings:
     whole_target: bool = False
     may_differ: Collection[str] = ()
     offload: tuple[int, int | None, bool] | None = None
+    on_oom: OnShortage = "raise"
 
     def column_of(self, name: str) -> int:
         """Return the column of a module, parameter or buffer, given its name in the model."""
