@@ -22,6 +22,7 @@ PUBLIC: dict[str, list[str]] = {
         "GPipe",
         "MicroBatches",
         "NoChunk",
+        "follow",
         "is_checkpointing",
         "is_recomputing",
         "pipelined",

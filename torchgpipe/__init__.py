@@ -8,17 +8,32 @@ from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
 if TYPE_CHECKING:
+    from torchgpipe.frames.follow import follow
     from torchgpipe.frames.pipelined import pipelined
     from torchgpipe.timeline.recorder import record
     from torchgpipe_balancing.planning.plan import plan
 
-__all__ = ["GPipe", "MicroBatches", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "plan", "record"]
+__all__ = [
+    "GPipe",
+    "MicroBatches",
+    "NoChunk",
+    "follow",
+    "is_checkpointing",
+    "is_recomputing",
+    "pipelined",
+    "plan",
+    "record",
+]
 
 __version__ = "1.0.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
     # Fronts: imported by those who ask for them.
+    if name == "follow":
+        from torchgpipe.frames.follow import follow
+
+        return follow
     if name == "pipelined":
         from torchgpipe.frames.pipelined import pipelined
 
