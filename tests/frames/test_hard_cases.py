@@ -548,3 +548,38 @@ def test_adapters_outside_of_a_frozen_model_are_trained(way: str) -> None:
         model.step(x)
     for ours, gradient in zip(network.parameters(), expected):
         torch.testing.assert_close(ours.grad, gradient)
+
+
+class PackedInEvaluation(nn.Linear):
+    """A frozen layer that gives its weight packed memory in its first run in evaluation, as Linear4bit does on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.requires_grad_(False)
+        self.weight.state = {"packed": False}  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.weight.state  # type: ignore[attr-defined]
+        if not self.training and not state["packed"]:
+            self.weight.data, state["packed"] = self.weight.data.flip(0).contiguous(), True
+        return functional.linear(x, self.weight.flip(0) if state["packed"] else self.weight, self.bias)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_weight_that_is_packed_by_its_first_run_is_what_its_attributes_say(training: bool) -> None:
+    """What the attributes say was put back after the sample's runs, and the packed memory was not: other outputs."""
+
+    def make_packed() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[PackedInEvaluation() for _ in range(4)]).double()
+
+    model, x = make_packed().train(training), torch.randn(4, 4).double()
+    expected = torch.cat([make_packed()(part) for part in x.chunk(2)])
+    if not training:
+        with pytest.raises(RuntimeError, match="let the model run once before"):
+            pipelined(model, x[:2], chunks=2, devices=TWO)
+        model(x)
+    pipelined(model, x[:2], chunks=2, devices=TWO)
+    assert torch.equal(model(x), expected) and torch.equal(model.eval()(x), expected)
+    plain = model.unpipelined()
+    assert torch.equal(torch.cat([plain(part) for part in x.chunk(2)]), expected)

@@ -158,7 +158,8 @@ class _Uses(TorchFunctionMode):
 def _changes_parameter(name: str, how: str) -> RuntimeError:
     return RuntimeError(
         f"the forward changes the parameter '{name}' (by {how}), which micro-batches would do again and again, "
-        "while others use it; change parameters between two calls, such as after optimizer.step()"
+        "while others use it; change parameters between two calls, such as after optimizer.step(), or if it does so in "
+        "its first call only, as a layer that packs its weights, let the model run once before"
     )
 
 

@@ -1,8 +1,8 @@
 """Running a model without leaving a trace: what a run changes is put back afterwards.
 
 Parameters are not copied: a forward that changes them is refused (see `spine.trace`), and gradients go to aliases. But
-what a parameter has for attributes is put back: a layer that packs its weights may move a scale from its parameter to
-itself in its first run.
+what a parameter has for attributes is put back, and the memory that it had: a layer that packs its weights may move a
+scale from its parameter to itself in its first run, or give the parameter packed memory, which the attributes describe.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.devices.torch_internals import can_move_data, storage_key
 from torchgpipe.model.comparison import difference_of
 from torchgpipe.model.values import each
 from torchgpipe.replay.random import restored_generators
@@ -190,12 +191,22 @@ def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:
 
 def _restoring_parameter(parameter: nn.Parameter) -> Callable[[], None]:
     put_back_state, requires_grad = _restoring_state(vars(parameter)), parameter.requires_grad
+    # Of a tensor that wraps others, `data` is no memory.
+    memory = parameter.data if not is_lazy(parameter) and can_move_data(parameter, parameter.device) else None
 
     def put_back() -> None:
         put_back_state()
+        if memory is not None and not _is_same_memory(parameter.data, memory):
+            parameter.data = memory
         parameter.requires_grad = requires_grad
 
     return put_back
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    if not a.layout is b.layout is torch.strided:
+        return True  # No storage tells, and nobody packs these.
+    return a.shape == b.shape and a.dtype == b.dtype and storage_key(a) == storage_key(b)
 
 
 def _is_state(name: str) -> bool:
