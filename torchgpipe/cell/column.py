@@ -12,6 +12,7 @@ from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import Edge, accumulate
 from torchgpipe.listener.listener import Kind, Listener, recorded
 from torchgpipe.model.state import note_changes
+from torchgpipe.transport.route import Route
 
 __all__ = ["Column"]
 
@@ -20,22 +21,36 @@ class Column:
     """A column of cells.
 
     Args:
-        j: the number by which a listener knows it
+        j: its number among all columns
         where: names it with its device, for errors
         stream: where it computes
         m: the number of micro-batches
         listener: the listener of the mini-batch, if there is one
+        leaving: the routes that begin here
         splits: whether the backward of a cell may be split
 
     Attributes:
-        j, stream, m, listener, splits: see above
+        j, stream, m, listener, leaving, splits: see above
     """
 
     def __init__(
-        self, j: int, where: str, stream: Stream, m: int, listener: Listener | None, *, splits: bool = True
+        self,
+        j: int,
+        where: str,
+        stream: Stream,
+        m: int,
+        listener: Listener | None,
+        leaving: Sequence[Route],
+        *,
+        splits: bool = True,
     ) -> None:
         self.j, self._where, self.stream, self.m = j, where, stream, m
-        self.listener, self.splits = listener, splits
+        self.listener, self.leaving, self.splits = listener, leaving, splits
+
+    @property
+    def partition(self) -> int:
+        """The number of the partition that runs, of which listeners and errors tell."""
+        return self.j
 
     @property
     def where(self) -> str:
@@ -44,7 +59,7 @@ class Column:
 
     def recorded(self, kind: Kind, i: int) -> AbstractContextManager[None]:
         """Tell the listener of the mini-batch, if there is one, what runs in a ``with`` block."""
-        return recorded(self.listener, kind, i, self.j, None, self.stream)
+        return recorded(self.listener, kind, i, self.partition, None, self.stream)
 
     def note(self, error: BaseException, i: int, phase: str) -> None:
         """Add a note to ``error`` that tells the cell and the phase, such as forward."""
