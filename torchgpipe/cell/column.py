@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,35 +18,27 @@ from torchgpipe.transport.route import Route
 __all__ = ["Column"]
 
 
+@dataclass(eq=False)
 class Column:
     """A column of cells.
 
-    Args:
+    Attributes:
         j: its number among all columns
-        where: names it with its device, for errors
+        label: names it with its device, for errors
         stream: where it computes
         m: the number of micro-batches
         listener: the listener of the mini-batch, if there is one
         leaving: the routes that begin here
         splits: whether the backward of a cell may be split
-
-    Attributes:
-        j, stream, m, listener, leaving, splits: see above
     """
 
-    def __init__(
-        self,
-        j: int,
-        where: str,
-        stream: Stream,
-        m: int,
-        listener: Listener | None,
-        leaving: Sequence[Route],
-        *,
-        splits: bool = True,
-    ) -> None:
-        self.j, self._where, self.stream, self.m = j, where, stream, m
-        self.listener, self.leaving, self.splits = listener, leaving, splits
+    j: int
+    label: str
+    stream: Stream
+    m: int
+    listener: Listener | None
+    leaving: Sequence[Route]
+    splits: bool = True
 
     @property
     def partition(self) -> int:
@@ -55,7 +48,7 @@ class Column:
     @property
     def where(self) -> str:
         """The column with its device, for errors."""
-        return self._where
+        return self.label
 
     def recorded(self, kind: Kind, i: int) -> AbstractContextManager[None]:
         """Tell the listener of the mini-batch, if there is one, what runs in a ``with`` block."""

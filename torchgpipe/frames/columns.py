@@ -42,6 +42,7 @@ class Columns(list[Column]):
         devices: the device of each column
         members: the numbers of the partitions of each column
         crossed: what the first micro-batch has carried from partition to partition
+        copies: whether tensors are copied from column to column
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Columns(list[Column]):
         splits: bool,
         patience: float | None = None,
     ) -> None:
+        super().__init__()
         self.streams, self.aliases, self.owner = streams, aliases, owner
         self.listener, self.patience = listener, patience
         self.devices, self.members = settings.devices, settings.members
@@ -63,31 +65,16 @@ class Columns(list[Column]):
         self._again = settings.again
         #: The twins of modules that are called again in later columns, by their names and columns.
         self._twins: dict[tuple[str, int], nn.Module] = {}
-        computing = [streams.current(device) for device in self.devices]
-        self._routes = {
-            (a, c): route
-            for c, target in enumerate(computing)
-            for a, source in enumerate(computing[:c])
-            if (route := Route.between(source, target, streams, (a, c), listener)) is not None
-        }
-        leaving = [[route for (a, _), route in self._routes.items() if a == j] for j in range(len(computing))]
-        super().__init__(
-            Column(j, label, stream, m, listener, leaving[j], splits=splits)
-            for j, (label, stream) in enumerate(zip(settings.labels, computing))
-        )
-
-    @property
-    def copies(self) -> bool:
-        """Whether tensors are copied from column to column."""
-        return bool(self._routes)
+        computing = list(enumerate(map(streams.current, self.devices)))
+        for j, stream in computing:
+            routes = [Route.between(stream, target, streams, (j, c), listener) for c, target in computing[j + 1 :]]
+            leaving = [route for route in routes if route is not None]
+            self.append(Column(j, settings.labels[j], stream, m, listener, leaving, splits))
+        self.copies = any([column.leaving for column in self])
 
     def route(self, a: int, c: int) -> Route | None:
         """Return the route from column ``a`` to column ``c``, or None if they share a memory."""
-        return self._routes.get((a, c))
-
-    def crosses(self, a: int, c: int) -> bool:
-        """Return whether the devices of two columns, in any order, have separate memory."""
-        return (min(a, c), max(a, c)) in self._routes
+        return next((route for route in self[a].leaving if route.ends[1] == c), None)
 
     def on_device(self, device: torch.device, before: int) -> int | None:
         """Return the last column on ``device`` in front of column ``before``, or None."""

@@ -183,7 +183,7 @@ class Frame(TorchFunctionMode):
 
     def import_value(self, value: Any) -> Any:
         """Return ``value`` with all its tensors in the present column."""
-        if len(self._columns) == 1 or not self.imports.are_needed:
+        if not self.imports.are_needed:
             return value
         with self._without_glue():
             return mapped(value, self.imports.import_tensor)

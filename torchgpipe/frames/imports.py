@@ -60,7 +60,8 @@ class Imports:
         self.i, self.column = i, 0
         self._cells, self._columns, self._aliases = cells, columns, columns.aliases
         self._copies = columns.copies
-        self.are_needed = bool(cells) or self._copies or isinstance(columns.aliases, OffloadedAliases)
+        is_offloaded = isinstance(columns.aliases, OffloadedAliases)
+        self.are_needed = len(columns) > 1 and (bool(cells) or self._copies or is_offloaded)
         #: By the id of a tensor, and whether a graph was recorded.
         self._imports: dict[tuple[int, bool], _Import] = {}
         #: The columns that were entered, and for each, the sequence number of the first autograd node made there.
@@ -108,13 +109,10 @@ class Imports:
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column."""
-        aliases, column = self._aliases, self.column
-        if not isinstance(aliases, OffloadedAliases):
-            return self._import(tensor)
-        alias = aliases.at(tensor, column)
+        alias = self._aliases.at(tensor, self.column)
         if alias is None:
             alias = self._import(tensor)
-            aliases.verify_present(alias, column, "the model")
+            self._aliases.verify_present(alias, self.column, "the model")
         return alias
 
     def _import(self, tensor: Tensor) -> Tensor:
@@ -130,8 +128,8 @@ class Imports:
         home = column
         if tensor.requires_grad:
             node = tensor.grad_fn
-            if node is None:
-                return self._import_leaf(tensor)
+            if node is None:  # The model keeps it, or a library lets the output of a frozen layer require grad.
+                return self._on_this_device(tensor)
             home = self._home(node)
         if home == column or (records and not self._cells):
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
@@ -156,13 +154,6 @@ class Imports:
         copy = copy_forward(route, self.i, (tensor,))[0]
         assert copy is not None
         return copy
-
-    def _import_leaf(self, tensor: Tensor) -> Tensor:
-        alias = self._aliases.at(tensor, self.column)
-        if alias is not None:
-            return alias
-        # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
-        return self._on_this_device(tensor)
 
     def _on_this_device(self, tensor: Tensor) -> Tensor:
         if not self._copies:

@@ -73,7 +73,6 @@ class MiniBatch:
         watches: whether to look at each operation on weights that live in host memory
         columns: the columns
         random_numbers: the random numbers
-        crossed: what the first micro-batch has carried from partition to partition
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class MiniBatch:
         verified: Callable[[], None] | None,
         facts: MiniBatchFacts,
     ) -> None:
-        self.columns, self.aliases, self.crossed = columns, columns.aliases, columns.crossed
+        self.columns, self.aliases = columns, columns.aliases
         self._m, self._n = len(inputs), len(columns)
         self.random_numbers = random_numbers
         #: The aliases, if each operation on them is looked at.

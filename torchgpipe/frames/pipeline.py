@@ -368,7 +368,7 @@ class Pipeline:
         # Modules of the model's own may recompute, too.
         mini_batch.random_numbers.end(counts=rows > 0, recomputes=True)
         if not self.settings.layout.crossed:
-            self.settings.layout.crossed = mini_batch.crossed
+            self.settings.layout.crossed = mini_batch.columns.crossed
 
     def _recomputes(self) -> bool:
         """Return whether anything in the model runs again at backward, as far as that is known."""

@@ -44,17 +44,16 @@ class RecomputationVisitor:
         Raises:
             RuntimeError: the module belongs to another device.
         """
-        door = self._columns.here(door, self._column)
-        if not self._columns.copies:
-            return door.call_module(args, kwargs)
-        if self._columns.crosses(self._column, door.column):
-            there, here = [name_of(self._columns.members[j]) for j in (door.column, self._column)]
+        columns, j = self._columns, self._column
+        door = columns.here(door, j)
+        if columns.streams.moves(columns.devices[j], columns.devices[door.column]):
+            there, here = name_of(columns.members[door.column]), name_of(columns.members[j])
             raise RuntimeError(
                 f"'{door.name}' belongs to {there}, and a reentrant checkpoint around it began in {here}, on another "
                 "device, which it cannot cross; use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
-        return door.call_exchanged(args, kwargs, self._columns.copier(door.column))
+        return door.call_exchanged(args, kwargs, columns.copier(door.column))
 
 
 def unobserved() -> AbstractContextManager[object]:

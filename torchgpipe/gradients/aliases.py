@@ -185,6 +185,9 @@ class Aliases:
     def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
         """Check that no tensor that leaves a partition is a weight whose memory leaves; here none does."""
 
+    def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
+        """Check that a tensor has no memory that is there only while another partition is; here none has."""
+
     def verify_unchanged(self, j: int) -> None:
         """Check that no parameter of a partition has changed since its alias was made; here they share the memory."""
 
