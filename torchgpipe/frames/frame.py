@@ -146,7 +146,7 @@ class Frame(TorchFunctionMode):
 
     def begin_work(self) -> None:
         """Tell a listener that the model computes in this column now, unless it has been told."""
-        column = self._columns[self.column]
+        column = self._columns[self.imports.column]
         if column.listener is not None and self._end_of_work is None:
             self._end_of_work = column.listener.begin("forward", self.i, column.j, None, column.stream)
 
@@ -162,14 +162,15 @@ class Frame(TorchFunctionMode):
         Raises:
             RuntimeError: the column is an earlier one.
         """
-        if column == self.column:
+        here = self.imports.column
+        if column == here:
             return
-        if column < self.column:
-            there, here = [name_of(self._columns.members[j]) for j in (column, self.column)]
+        if column < here:
+            there, reached = [name_of(self._columns.members[j]) for j in (column, here)]
             raise RuntimeError(
-                f"'{name}' belongs to {there}, but the model has called it after modules of {here}, which it did not "
-                f"do with the sample; give a sample that takes this way, or a balance that keeps '{name}' and what is "
-                "called before it in one partition"
+                f"'{name}' belongs to {there}, but the model has called it after modules of {reached}, which it did "
+                f"not do with the sample; give a sample that takes this way, or a balance that keeps '{name}' and what "
+                "is called before it in one partition"
             )
         assert self._coroutine is not None
         self.imports.forget()
@@ -194,27 +195,28 @@ class Frame(TorchFunctionMode):
         keep = None if self.rest is None else self.rest.keep
         if len(self._columns) == 1:
             return door.call_module(args, kwargs, keep)
+        imports = self.imports
         if self._is_off:  # Within a module of the spine, whose arguments are imports.
-            return self._columns.here(door, self.column).call_module(args, kwargs)
+            return self._columns.here(door, imports.column).call_module(args, kwargs)
         with self._without_glue():
-            door = self._columns.here(door, self.column)
-            rest = None if door.column == self.column else self.rest
+            door = self._columns.here(door, imports.column)
+            rest = None if door.column == imports.column else self.rest
             with nullcontext() if rest is None else rest.until(door.column, (args, kwargs)):
                 self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
-            if self.column and self.imports.are_needed:
-                exchanged = Exchanged(args, kwargs, self.imports.import_tensor)
+            if imports.column and imports.are_needed:
+                exchanged = Exchanged(args, kwargs, imports.import_tensor)
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
-                        _import_layers(value, door.layers, self.imports.import_tensor)
+                        _import_layers(value, door.layers, imports.import_tensor)
             self.begin_work()  # Here, as an accelerator has waited for the arguments before.
             output = door.call_module(args, kwargs, keep)
             if exchanged is not None:
                 exchanged.hand_over()
             if self._columns.copies:
                 for _, tensor in each(output):
-                    self.imports.mark_made(tensor)
+                    imports.mark_made(tensor)
             return output
 
     # -------------------------------------------------------------------------------------------------------- its glue

@@ -109,28 +109,22 @@ class Imports:
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column."""
-        alias = self._aliases.at(tensor, self.column)
-        if alias is None:
-            alias = self._import(tensor)
-            self._aliases.verify_present(alias, self.column, "the model")
-        return alias
-
-    def _import(self, tensor: Tensor) -> Tensor:
         # What needs no gradient has one copy, whether a graph is recorded or not.
         column, records = self.column, tensor.requires_grad and torch.is_grad_enabled()
         key = (id(tensor), records)
         known = self._imports.get(key)
         if known is not None:
             if known.is_changed:
-                return self._import(known.result)
+                return self.import_tensor(known.result)
             if known.column == column:
                 return known.result
-        home = column
-        if tensor.requires_grad:
-            node = tensor.grad_fn
-            if node is None:  # The model keeps it, or a library lets the output of a frozen layer require grad.
-                return self._on_this_device(tensor)
-            home = self._home(node)
+        node = tensor.grad_fn
+        if node is None:
+            alias = self._aliases.at(tensor, column)
+            if alias is not None:
+                return alias
+        # A leaf may require grad: the model keeps it, or a library wants it of what a frozen layer returns.
+        home = column if node is None else self._home(node)
         if home == column or (records and not self._cells):
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
             result = self._on_this_device(tensor)
@@ -142,6 +136,7 @@ class Imports:
                 if self.i == 0:
                     ends = self._columns.members[home][-1], self._columns.members[column][0]
                     self._columns.crossed.append(Crossed(*ends, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+        self._aliases.verify_present(result, column, "the model")
         if result is not tensor:
             self._imports[key] = _Import(tensor, column, result, versions([result])[0])
         return result

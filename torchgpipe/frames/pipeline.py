@@ -314,19 +314,12 @@ class Pipeline:
         patience: float | None = None,
     ) -> MiniBatch:
         module, settings, recorder, recomputes = self.module, self.settings, self.recorder, self._recomputes()
-        step = None
+        m, step = len(batch.sizes), None
         if recorder is not None:
             places = [Place(stream, names) for stream, names in zip(self._computing(), settings.parts)]
-            step = recorder.begin_step(len(batch.sizes), places, actions)
+            step = recorder.begin_step(m, places, actions)
         columns = Columns(
-            settings,
-            len(batch.sizes),
-            self.streams,
-            aliases,
-            self.identity,
-            labelled(step),
-            splits=not recomputes,
-            patience=patience,
+            settings, m, self.streams, aliases, self.identity, labelled(step), splits=not recomputes, patience=patience
         )
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
