@@ -9,9 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
 
 import torch
 
@@ -19,9 +17,6 @@ from torchgpipe.devices.interrupts import join, uninterrupted
 from torchgpipe.devices.torch_internals import frame_of
 
 __all__ = ["Cancelled", "Coroutine", "Threads", "WaitsForever", "place_of", "seconds_of"]
-
-#: What a thread runs. When it has finished, it calls its argument, which leaves the thread to others.
-_Work: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class Cancelled(BaseException):
@@ -64,7 +59,7 @@ class Coroutine:
             BaseException: what the function has raised.
         """
         if self._ident is None:
-            self._ident = self._threads.run(partial(self._serve, function))
+            self._ident = self._threads.begin(self, function)
         else:
             self._turn.put(None)
         self._await_pause()
@@ -93,7 +88,7 @@ class Coroutine:
     def pause(self) -> None:
         """Stop until `resume`; called by the function."""
         if not self._cancelled:  # Else the model has caught the exception of a cancelled frame.
-            self._pause.put(None)
+            self.hand_back()
             self._turn.get()
         if self._cancelled:
             raise Cancelled
@@ -108,8 +103,8 @@ class Coroutine:
         with self._working:
             pass
 
-    def _serve(self, function: Callable[[], None], leave: Callable[[], None]) -> None:
-        """Run in a thread."""
+    def serve(self, function: Callable[[], None]) -> None:
+        """Run the function to its end, in the thread that has it; `hand_back` follows."""
         with self._working:
             try:
                 if not self._cancelled:
@@ -120,8 +115,10 @@ class Coroutine:
                 self._error = error
             finally:
                 self.has_ended = True
-                leave()
-                self._pause.put(None)
+
+    def hand_back(self) -> None:
+        """Let the one that has resumed the function go on."""
+        self._pause.put(None)
 
 
 class Threads:
@@ -131,8 +128,8 @@ class Threads:
         self._all: list[_Thread] = []
         self._idle: list[_Thread] = []
 
-    def run(self, work: _Work) -> int:
-        """Run ``work`` in a thread, and return the number of the thread.
+    def begin(self, coroutine: Coroutine, function: Callable[[], None]) -> int:
+        """Run a coroutine in a thread, and return the number of the thread.
 
         Raises:
             RuntimeError: no thread could be started.
@@ -143,7 +140,7 @@ class Threads:
             thread = _Thread(self._idle, len(self._all))
             self._all.append(thread)
             thread.start()
-        thread.take(work)
+        thread.taken.put((coroutine, function))
         assert thread.ident is not None
         return thread.ident
 
@@ -153,7 +150,7 @@ class Threads:
 
     def _close(self) -> None:
         for thread in self._all:
-            thread.take(None)
+            thread.taken.put(None)
         join(self._all)
 
 
@@ -161,18 +158,18 @@ class _Thread(threading.Thread):
     def __init__(self, idle: list[_Thread], number: int) -> None:
         super().__init__(name=f"torchgpipe frame {number}")
         self._idle = idle
-        self._taken: SimpleQueue[_Work | None] = SimpleQueue()
-
-    def take(self, work: _Work | None) -> None:
-        """Give the thread work, or let it end."""
-        self._taken.put(work)
+        #: What to run; None to end.
+        self.taken: SimpleQueue[tuple[Coroutine, Callable[[], None]] | None] = SimpleQueue()
 
     def run(self) -> None:
         # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
         torch.autocast_increment_nesting()
-        while (work := self._taken.get()) is not None:
-            work(lambda: self._idle.append(self))
-            del work  # It would keep the frame alive while the thread waits.
+        while (taken := self.taken.get()) is not None:
+            coroutine, function = taken
+            coroutine.serve(function)
+            self._idle.append(self)
+            coroutine.hand_back()
+            del taken, coroutine, function  # They would keep the frame alive while the thread waits.
 
 
 def seconds_of(ident: int) -> float:
