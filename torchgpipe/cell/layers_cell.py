@@ -49,15 +49,14 @@ class LayersCell(Cell):
     Args:
         i: the micro-batch
         column: the column
-        number: the number of the column among all columns
     """
 
     __slots__ = ("_again", "_input", "_output", "_run")
 
     column: LayersColumn
 
-    def __init__(self, i: int, column: LayersColumn, number: int = 0) -> None:
-        super().__init__(i, column, number)
+    def __init__(self, i: int, column: LayersColumn) -> None:
+        super().__init__(i, column)
         self._run: Run | None = None
         #: A second run that waits to be differentiated. A list, because two passes may want it, in two threads.
         self._again: list[SecondRun] = []
@@ -106,7 +105,7 @@ class LayersCell(Cell):
                     forget_parametrizations()
                 edges = _edges_of(outputs)
                 needs = [edge is not None for edge in edges]
-        self.exports = [Export(edge, self.number) if need else None for edge, need in zip(edges, needs)]
+        self.exports = [Export(edge, self.column.j) if need else None for edge, need in zip(edges, needs)]
         return tuple([None if output is None else output.detach() for output in outputs])
 
     def _enter(self, leaves: Leaves) -> Leaves:

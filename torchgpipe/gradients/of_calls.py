@@ -26,7 +26,7 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass, has_gradient_hooks, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.sums import add_to_grad, captured_by, differentiate_into, refusal
-from torchgpipe.graph.function import Edge, Function, unshare, without_gradient
+from torchgpipe.graph.function import Edge, Function, unshared
 from torchgpipe.graph.hooks import refuse_none
 from torchgpipe.graph.phony import get_phony
 
@@ -85,10 +85,8 @@ class ParameterGradients:
             at_end_of_pass(this.end)  # The pass alone keeps it, so a pass that fails drops its sums, too.
         if this.sums is not None:
             return differentiate_into(this.sums, self._owned, roots, grads, leaves, keep_graph=keep_graph)
-        fresh = without_gradient(self._owned)
-        result = add_to_grad(self._owned, roots, grads, leaves, keep_graph=keep_graph)
-        unshare(fresh)
-        return result
+        with unshared(self._owned):
+            return add_to_grad(self._owned, roots, grads, leaves, keep_graph=keep_graph)
 
     def _begin_pass(self, roots: Sequence[Edge], leaves: Sequence[Tensor]) -> _Pass:
         """Decide for a backward pass, with its first cell, what becomes of gradients."""
