@@ -95,7 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     plain = LanguageModel(options.layers, options.width)
     texts = paragraphs(options.steps * options.window, options.seed)
     lengths = [text.size(1) for text in texts]
-    print(f"{len(texts)} texts of {min(lengths)} to {max(lengths)} characters, {options.window} in a step\n", flush=True)
+    print(
+        f"{len(texts)} texts of {min(lengths)} to {max(lengths)} characters, {options.window} in a step\n", flush=True
+    )
     ours = train_in_pipeline(copy.deepcopy(plain), texts, options)
     theirs = train(plain, texts, options)
     print(f"{'steps':>12}{'pipeline':>14}{'plain':>14}{'difference':>14}")

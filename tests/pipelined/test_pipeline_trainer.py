@@ -55,7 +55,14 @@ class Events(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
 
 def fit(
-    kind: Any, model: Any, folder: Path, *, stops_at: int | None = None, resume: str | None = None, **options: Any
+    kind: Any,
+    model: Any,
+    folder: Path,
+    *,
+    stops_at: int | None = None,
+    resume: str | None = None,
+    scale: float = 0.0,
+    **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Train in windows of four batches of one row, five and a half of them an epoch; return the log and the events."""
     settings: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 20}
@@ -70,6 +77,8 @@ def fit(
         data_collator=collate,
         callbacks=[events],
     )
+    if scale:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # as fp16=True has it on a GPU
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     logged = ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "num_input_tokens_seen", "total_flos")
     return [entry[key] for entry in trainer.state.log_history for key in logged if key in entry], events.seen
@@ -92,6 +101,7 @@ TRAINED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
     "float64": (lambda model: model, {"eval_strategy": "steps", "eval_steps": 5}, CLOSE),
     "float32": (to(torch.float32), {"include_num_input_tokens_seen": "all"}, 1e-4),
     "float32, no clipping": (to(torch.float32), {"max_grad_norm": 0.0}, 1e-4),
+    "float32, scaled": (to(torch.float32), {"max_grad_norm": 0.0, "scale": 1024.0}, 1e-4),
     "bfloat16": (to(torch.bfloat16), {}, 2e-2),
     "autocast": (to(torch.float32), {"bf16": True}, 1e-2),
     "LoRA, float32": (lambda model: lora(model.float()), {}, 1e-4),
@@ -143,6 +153,7 @@ def test_a_mean_of_rows_is_that_of_the_window(tmp_path: Path) -> None:
     [
         ({"label_smoothing_factor": 0.1}, "no use for \\['label_smoothing_factor'\\]"),
         ({"compute_loss_func": lambda *args, **options: 0}, "no use for \\['compute_loss_func'\\]"),
+        ({"optim": "lomo"}, "no use for \\['optim=lomo'\\]"),
         ({}, "no use for \\['compute_loss'\\]"),
         ({"model": bert()}, "takes a pipelined model, but got BertForSequenceClassification"),
     ],

@@ -23,8 +23,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     The ``gradient_accumulation_steps`` batches of an optimizer's step are the micro-batches of one ``model.step``. They
     are not split, padded or joined, and may have one row. A window of one batch is split into ``chunks``.
 
-    The loss must be the model's own. For a subclass of the Trainer, such as ``Seq2SeqTrainer``, derive from both:
-    ``class MyTrainer(PipelineTrainer, Seq2SeqTrainer)``.
+    The loss must be the model's own, and is that of the plain Trainer.
 
     Args:
         *args: as for the Trainer
@@ -47,7 +46,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
             "compute_loss": type(self).compute_loss is not Trainer.compute_loss,
-            f"optim={self.args.optim!s}": "lomo" in self.args.optim,
+            f"optim={self.args.optim.value}": "lomo" in self.args.optim,
             f"{self.args.world_size} processes": self.args.world_size > 1,
         }
         if any(no_use.values()):
