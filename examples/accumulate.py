@@ -15,6 +15,7 @@ import argparse
 import copy
 import random
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def train(model: LanguageModel, texts: list[Tensor], options: argparse.Namespace
     return losses
 
 
-def train_in_pipeline(model: LanguageModel, texts: list[Tensor], options: argparse.Namespace) -> list[float]:
+def train_in_pipeline(model: Any, texts: list[Tensor], options: argparse.Namespace) -> list[float]:
     """Train in a pipeline, and return the losses of its steps."""
     torchgpipe.pipelined(model, MicroBatches(texts[:2]), schedule=options.schedule)
     print(f"As a pipeline:\n{model.layout}\n")
