@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatches", "to_floats"]
+__all__ = ["MicroBatches", "to_floats", "windows"]
 
 
-class MicroBatches(Sequence[Any]):
+class MicroBatches:
     """Mark a list of batches that are the micro-batches of one mini-batch, such as a window of accumulation. ::
 
         model = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), balance=[1, 1])
@@ -52,13 +53,8 @@ class MicroBatches(Sequence[Any]):
             if not all([0 <= weight < math.inf for weight in self.weights]) or not sum(self.weights):
                 raise ValueError(f"weights must be 0 or more, and not all 0, but are {self.weights}")
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    # Not a Sequence: what moves or pins batches makes those anew of their items alone, and would lose the weights.
+    def __getitem__(self, index: int) -> Any:
         return self.batches[index]
 
     def __len__(self) -> int:
@@ -69,6 +65,39 @@ class MicroBatches(Sequence[Any]):
 
     def __repr__(self) -> str:
         return f"MicroBatches of {len(self)} batches"
+
+
+class windows:
+    """Group batches into windows of accumulation, each the micro-batches of one step. ::
+
+        model = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), balance=[1, 1], loss_fn=nn.functional.mse_loss)
+        loader = [(torch.randn(rows, 8), torch.randn(rows, 2)) for rows in (1, 3, 2)]
+        for window in windows(loader, 2):
+            inputs, targets = zip(*window)
+            loss = model.step(MicroBatches(inputs), target=MicroBatches(targets))
+
+    It yields :class:`MicroBatches`, has a length if the loader has one, and may be run through as often as the loader.
+
+    Args:
+        batches: a loader, or any iterable
+        size: the number of batches in a window; the last one may have fewer
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+    """
+
+    def __init__(self, batches: Iterable[Any], size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a window has one batch or more, but got size={size}")
+        self._batches, self._size = batches, size
+
+    def __iter__(self) -> Iterator[MicroBatches]:
+        batches = iter(self._batches)
+        while window := [*islice(batches, self._size)]:
+            yield MicroBatches(window)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._batches) / self._size)  # type: ignore[arg-type]
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:
