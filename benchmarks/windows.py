@@ -4,6 +4,7 @@
     unequal   the same, measured with layers that sleep as long as a micro-batch is long, beside the simulation
     given     micro-batches of one row that are given, beside the same rows as a mini-batch that is split, and beside
               one device at a time, as with device_map; layers that sleep
+    host      the CPU time of the host for a micro-batch that is given, beside one that is split; tiny layers
 
 **Lengths** are drawn from log-normal distributions, fitted to figures that people have published of their data:
 
@@ -15,7 +16,8 @@
                    https://huggingface.co/datasets/BEE-spoke-data/TxT360-5M-sample-en
 
 A micro-batch of one row takes time in proportion to its length, backward twice that of forward. Attention, whose time
-grows with the square of the length, makes times more uneven than lengths.
+grows with the square of the length, makes times more uneven than lengths. The memory of activations is taken to be in
+proportion to the length, too.
 
     python -m benchmarks.windows            # order: half a minute, and the same figures on every machine
     python -m benchmarks.windows --all      # some minutes, in which the cores are hardly busy
@@ -29,19 +31,20 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter, sleep
+from itertools import product
+from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import Row, aim, spread, table_of
+from benchmarks.records import Row, aim, named_way, spread, table_of
 from benchmarks.schedules import Sleeping, cpus, simulated_sleep
-from benchmarks.tiny_steps import Chain, mean
+from benchmarks.tiny_steps import ROWS, WIDTH, Chain, mean, tiny_layers
 from torchgpipe import GPipe, MicroBatches, pipelined
 from torchgpipe.model.given import order_of
-from torchgpipe.schedule import COSTS, ScheduleName, program, simulate
+from torchgpipe.schedule import COSTS, ScheduleName, Simulation, program, simulate
 
 __all__ = ["PARTS"]
 
@@ -98,10 +101,13 @@ ORDERS: dict[str, Callable[[Sequence[int]], list[int]]] = {
 }
 
 
-def simulated(schedule: ScheduleName, n: int, lengths: Sequence[int], unit: float = 1.0) -> float:
-    """Return the simulated seconds of a step, given the seconds of F for a length of 1."""
-    actions = program(schedule, len(lengths), range(n))
-    return simulate(actions, lambda action: unit * COSTS[action.kind] * lengths[action.i]).seconds
+def simulated(schedule: ScheduleName, n: int, lengths: Sequence[int], unit: float = 1.0) -> Simulation:
+    """Return a simulated step, given the seconds of F for a length of 1."""
+    return simulate(
+        program(schedule, len(lengths), range(n)),
+        lambda action: unit * COSTS[action.kind] * lengths[action.i],
+        lambda action: lengths[action.i],
+    )
 
 
 def order(args: argparse.Namespace) -> dict[str, Any]:
@@ -115,14 +121,15 @@ def order(args: argparse.Namespace) -> dict[str, Any]:
                 for m in args.micro_batches:
                     rows.append({"lengths": name, "schedule": schedule, "n": n, "m": m})
                     windows = [lengths.drawn(m, seed) for seed in range(args.windows)]
-                    usual = [simulated(schedule, n, window) for window in windows]
+                    usual = best = [simulated(schedule, n, window) for window in windows]
                     for title, ordered in ORDERS.items():
-                        others = [simulated(schedule, n, ordered(window)) for window in windows]
-                        rows[-1][title] = statistics.median([a / b - 1 for a, b in zip(usual, others)])
-                    busy = [sum(COSTS[kind] for kind in "FB") * sum(window) for window in windows]
-                    best = [simulated(schedule, n, longest_in_the_middle(window)) for window in windows]
-                    rows[-1]["busy as they come"] = statistics.median([a / b for a, b in zip(busy, usual)])
-                    rows[-1]["busy"] = statistics.median([a / b for a, b in zip(busy, best)])
+                        best = [simulated(schedule, n, ordered(window)) for window in windows]
+                        gains = [a.seconds / b.seconds - 1 for a, b in zip(usual, best)]
+                        rows[-1][title] = statistics.median(gains)
+                    rows[-1]["busy as they come"] = statistics.median([1 - step.bubble for step in usual])
+                    rows[-1]["busy"] = statistics.median([1 - step.bubble for step in best])
+                    held = [max(b.peaks) / max(a.peaks) for a, b in zip(usual, best)]
+                    rows[-1]["memory"] = statistics.median(held)
     aims = [
         aim(
             f"gain of the longest in the middle, median of all windows, {schedule}",
@@ -139,7 +146,7 @@ def _medians(rows: list[Row], *keys: str) -> list[Row]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple([row[key] for key in keys]), []).append(row)
-    figures = [*ORDERS, "busy as they come", "busy"]
+    figures = [*ORDERS, "busy as they come", "busy", "memory"]
     return [
         dict(zip(keys, group)) | {figure: statistics.median([row[figure] for row in members]) for figure in figures}
         for group, members in groups.items()
@@ -150,7 +157,11 @@ def window_order(result: dict[str, Any]) -> str:
     """Return a table of what each order gains over micro-batches as they come, medians over the sizes of windows."""
     gains = {title: f"{title}:+.0%" for title in ORDERS}
     columns = {"lengths": "lengths", "schedule": "schedule", "devices": "n", **gains}
-    busy = {"busy as they come": "busy as they come:.0%", "longest in the middle, busy": "busy:.0%"}
+    busy = {
+        "busy as they come": "busy as they come:.0%",
+        "longest in the middle, busy": "busy:.0%",
+        "memory": "memory:.2f",
+    }
     return table_of(_medians(result["rows"], "lengths", "schedule", "n"), {**columns, **busy})
 
 
@@ -191,14 +202,16 @@ class SleepingByLength(nn.Module):
         return upper + lower
 
 
-def timed(runs: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+def timed(
+    runs: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float] = perf_counter
+) -> dict[str, list[float]]:
     """Return the seconds of each run, which take turns; another one runs before them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(turns + 1):
         for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
-            start = perf_counter()
+            start = clock()
             run()
-            seconds[name] += [perf_counter() - start] * bool(turn)
+            seconds[name] += [clock() - start] * bool(turn)
     return seconds
 
 
@@ -222,7 +235,7 @@ def unequal(args: argparse.Namespace) -> dict[str, Any]:
             seconds = timed(runs, args.turns)
             row: Row = {"lengths": name, "schedule": schedule, "n": n, "m": m}
             for way, window in (("as they come", drawn), ("longest", longest_in_the_middle(drawn))):
-                expected = simulated(schedule, n, window, unit)
+                expected = simulated(schedule, n, window, unit).seconds
                 row |= {f"{way}, simulated": expected, way: spread(seconds[way])}
                 row[f"{way}, simulated/measured"] = expected / statistics.median(seconds[way])
             row["gain"] = spread(a / b for a, b in zip(*seconds.values()))
@@ -252,7 +265,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         x = torch.zeros(m, 1, requires_grad=True)
         blocks = [Sleeping(args.sleep) for _ in range(n)]
         how: dict[str, Any] = {"devices": cpus(range(n)), "chunks": m, "schedule": "1F1B", "loss_fn": mean}
-        step = FRONTS[front](blocks, x, how)
+        step = FRONTS[front](blocks, x, how).step
         seconds = timed({"split": partial(step, x), "given": partial(_step_on_rows, step, x)}, args.turns)
         ideal, naive = simulated_sleep("1F1B", m, range(n), args.sleep).seconds, 3 * args.sleep * n * m
         shares = {way: ideal / statistics.median(of_way) for way, of_way in seconds.items()}
@@ -270,17 +283,18 @@ def _step_on_rows(step: Callable[[Any], object], x: Tensor) -> object:
     return step(MicroBatches(x.split(1)))
 
 
-def _layers(blocks: list[nn.Module], _: Tensor, how: dict[str, Any]) -> Callable[[Any], object]:
-    return GPipe(nn.Sequential(*blocks), [1] * len(blocks), checkpoint="never", **how).step
+def _layers(blocks: list[nn.Module], _: Tensor, how: dict[str, Any]) -> Any:
+    return GPipe(nn.Sequential(*blocks), [1] * len(blocks), checkpoint="never", **how)
 
 
-def _any_module(blocks: list[nn.Module], x: Tensor, how: dict[str, Any]) -> Callable[[Any], object]:
-    model: Any = pipelined(Chain(blocks), (x[:1],), balance=[1] * len(blocks), verify=False, **how)
-    step: Callable[[Any], object] = model.step
-    return step
+def _any_module(blocks: list[nn.Module], x: Tensor, how: dict[str, Any]) -> Any:
+    return pipelined(Chain(blocks), (x[:1],), balance=[1] * len(blocks), verify=False, **how)
 
 
-FRONTS = {"GPipe": _layers, "pipelined": _any_module}
+FRONTS: dict[str, Callable[[list[nn.Module], Tensor, dict[str, Any]], Any]] = {
+    "GPipe": _layers,
+    "pipelined": _any_module,
+}
 
 
 def window_given(result: dict[str, Any]) -> str:
@@ -291,7 +305,46 @@ def window_given(result: dict[str, Any]) -> str:
     return table_of(result["rows"], {**columns, **shares, **naive})
 
 
+# ---- Host time.
+
+
+def host(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure 32 micro-batches of two rows on four devices; of a turn, the lowest CPU time of ten steps of each way."""
+    torch.set_num_threads(1)
+    rows, n, m = [], 4, 32
+    x, grad = torch.randn(m * ROWS, WIDTH), torch.ones(m * ROWS, WIDTH)
+    xs = x.split(ROWS)
+    for front, threads in product(FRONTS, ("inline", "workers")):
+        devices = ["cpu"] * n if threads == "inline" else cpus(range(n))
+        model = FRONTS[front](list(tiny_layers(n)), x, {"devices": devices, "chunks": m, "loss_fn": mean})
+        ways: dict[str, dict[str, Callable[[], object]]] = {
+            "step": {"split": partial(model.step, x), "given": lambda model=model: model.step(MicroBatches(xs))},
+            "call": {
+                "split": lambda model=model: torch.autograd.backward(model(x), grad),
+                # Joined, because PyTorch takes 2 us for each tensor that backward begins with.
+                "given": lambda model=model: torch.autograd.backward(torch.cat(model(MicroBatches(xs))), grad),
+            },
+        }
+        for way, runs in ways.items():
+            turns = [timed(runs, 10, process_time) for _ in range(args.turns)]
+            lowest = {name: [min(turn[name]) / m * 1e6 for turn in turns] for name in runs}
+            row: Row = {"front": front, "threads": threads, "way": way}
+            row |= {name: spread(values) for name, values in lowest.items()}
+            rows.append({**row, "given/split": spread(b / a for a, b in zip(lowest["split"], lowest["given"]))})
+    typical = statistics.median([row["given/split"]["median"] for row in rows])
+    return {"rows": rows, "aims": [aim("given / split, CPU time, median of all ways", round(typical, 2), most=1.0)]}
+
+
+def window_host(result: dict[str, Any]) -> str:
+    """Return a table of the CPU time of a micro-batch, given and split."""
+    columns = {"front": "front", "threads": "threads", "way": lambda row: named_way(row["way"])}
+    return table_of(
+        result["rows"], {**columns, "split, us": "split:0", "given, us": "given:0", "given/split": "given/split:2"}
+    )
+
+
 PARTS = {
+    "host": Part("windows:host", host, {"CPU time of a micro-batch": window_host}),
     "order": Part(
         "windows:order",
         order,

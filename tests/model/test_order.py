@@ -1,4 +1,4 @@
-"""The order in which a step runs micro-batches that differ in length, and what it returns, in both fronts."""
+"""The order in which a step runs micro-batches that differ in length, what it returns, and what it holds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe, MicroBatches, pipelined
 from torchgpipe.model.given import order_of
+from torchgpipe.schedule import program_of, simulate
+from torchgpipe_balancing.held import HeldBytes, Saved
 
 TWO = ["cpu:0", "cpu:1"]
 #: The rows of each micro-batch, and their numbers as they run: the longest in the middle.
@@ -62,6 +64,39 @@ def test_the_longest_run_in_the_middle_and_results_are_in_the_callers_order(
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class Exp(nn.Module):
+    """Keeps its output for backward, and counts the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.held = HeldBytes()
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: Saved(x, self.held), lambda saved: saved.tensor):
+            return (input * 0 + self.weight).exp()
+
+
+@pytest.mark.parametrize("front", ["layers", "any module"])
+@pytest.mark.parametrize("order", [None, "longest"])
+def test_a_window_of_64_keeps_what_four_micro_batches_keep(front: str, order: Any) -> None:
+    n, rows = 4, [1 + 5 * i % 9 for i in range(64)]
+    xs = MicroBatches([torch.zeros(count, 4, dtype=torch.float64) for count in rows], order=order)
+    layers, where = [Exp() for _ in range(n)], [f"cpu:{j}" for j in range(n)]
+    how: dict[str, Any] = {"devices": where, "schedule": "1F1B", "loss_fn": lambda output, _: output.mean()}
+    model: Any = (
+        GPipe(nn.Sequential(*layers), [1] * n, checkpoint="never", **how)
+        if front == "layers"
+        else pipelined(nn.Sequential(*layers), MicroBatches(xs[:2]), balance=[1] * n, verify=False, **how)
+    )
+    for layer in layers:
+        layer.held.peak = 0
+    model.step(xs)
+    program = program_of("1F1B", 64, range(n), order_of(xs))
+    assert [layer.held.peak for layer in layers] == simulate(program, memory=lambda cell: 32 * rows[cell.i]).peaks
+    assert layers[0].held.peak <= 32 * sum(sorted(rows)[-n:])
 
 
 def test_a_length_is_that_of_the_first_tensor_wherever_it_is() -> None:
