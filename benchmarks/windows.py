@@ -1,9 +1,9 @@
-"""Windows of micro-batches that are given, as where gradients are accumulated: simulated, and with layers that sleep.
+"""Windows of micro-batches that are given, as where gradients are accumulated: on paper, and on simulated GPUs.
 
     order     what the order of unequal micro-batches gains in simulated time
-    unequal   the same, measured with layers that sleep as long as a micro-batch is long, beside the simulation
+    unequal   the same on simulated GPUs, beside the step on paper
     given     micro-batches of one row that are given, beside the same rows as a mini-batch that is split, and beside
-              one device at a time, as with device_map; layers that sleep
+              one device at a time, as with device_map; simulated GPUs
     host      the CPU time of the host for a micro-batch that is given, beside one that is split; tiny layers
 
 **Lengths** are drawn from log-normal distributions, fitted to figures that people have published of their data:
@@ -17,30 +17,34 @@
 
 A micro-batch of one row takes time in proportion to its length, backward twice that of forward. Attention, whose time
 grows with the square of the length, makes times more uneven than lengths. The memory of activations is taken to be in
-proportion to the length, too.
+proportion to the length, too. Simulated GPUs are those of `offload`: a partition is a block of GPT in bfloat16. On
+paper, the two halves of its backward take as long as each other, which they do not.
 
     python -m benchmarks.windows            # order: half a minute, and the same figures on every machine
-    python -m benchmarks.windows --all      # some minutes, in which the cores are hardly busy
+    python -m benchmarks.windows --all      # some minutes; needs a C++ compiler
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from time import perf_counter, process_time, sleep
+from time import process_time
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.offload import CARD, GPTBlock, inputs, kernels
 from benchmarks.program import Part, Program, Progress
-from benchmarks.records import Row, aim, named_way, spread, table_of
-from benchmarks.schedules import Sleeping, cpus, simulated_sleep
+from benchmarks.records import Row, aim, named_way, shown, spread, table_of
+from benchmarks.schedules import cpus
 from benchmarks.tiny_steps import ROWS, WIDTH, Chain, mean, tiny_layers
 from torchgpipe import GPipe, MicroBatches, pipelined
 from torchgpipe.model.given import order_of
@@ -101,11 +105,11 @@ ORDERS: dict[str, Callable[[Sequence[int]], list[int]]] = {
 }
 
 
-def simulated(schedule: ScheduleName, n: int, lengths: Sequence[int], unit: float = 1.0) -> Simulation:
-    """Return a simulated step, given the seconds of F for a length of 1."""
+def simulated(schedule: ScheduleName, n: int, lengths: Sequence[int]) -> Simulation:
+    """Return a simulated step. F takes a second for a length of 1."""
     return simulate(
         program(schedule, len(lengths), range(n)),
-        lambda action: unit * COSTS[action.kind] * lengths[action.i],
+        lambda action: COSTS[action.kind] * lengths[action.i],
         lambda action: lengths[action.i],
     )
 
@@ -177,110 +181,155 @@ def window_sizes(result: dict[str, Any]) -> str:
     return table_of(made, {"schedule": "schedule", **{f"{m} micro-batches": f"{m}:+.0%" for m in sizes}})
 
 
-# ---- Steps of layers that sleep.
+# ---- Steps of blocks of GPT on simulated GPUs; see `offload`.
 
 
-class SleepingByLength(nn.Module):
-    """A layer that sleeps for each column of its input as long in F as in I and in W.
+class Cluster:
+    """Simulated GPUs on a clock: kernels and copies take their time, and the host what it computes.
 
     Args:
-        seconds: of F, for a column
+        n: the number of devices, each with a block
     """
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.zeros(1, 1))
+    def __init__(self, n: int) -> None:
+        os.environ.setdefault("LATE_DEVICES", "8")
+        from tests import late
 
-    def forward(self, input: Tensor) -> Tensor:
-        seconds = self.seconds * input.shape[1]
-        sleep(seconds)
-        upper, lower = input * 1, self.weight * 1
-        for path in (upper, lower):
-            if path.requires_grad:
-                path.register_hook(lambda _: sleep(seconds))
-        return upper + lower
+        late.load()
+        self.n, self._late = n, late
+        self._costs: dict[int, dict[str, float]] = {}
 
+    @contextmanager
+    def on_clock(self) -> Iterator[None]:
+        torch.set_num_threads(1)
+        with self._late.on_clock(self._late.Speed(**CARD)):
+            yield
 
-def timed(
-    runs: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float] = perf_counter
-) -> dict[str, list[float]]:
-    """Return the seconds of each run, which take turns; another one runs before them."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns + 1):
-        for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
-            start = clock()
+    def model(self, front: str, schedule: ScheduleName, chunks: int) -> Any:
+        """Return a pipeline with a block on each device."""
+        blocks = [GPTBlock().to(torch.bfloat16) for _ in range(self.n)]
+        how = {"devices": [f"late:{k}" for k in range(self.n)], "chunks": chunks, "schedule": schedule, "loss_fn": mean}
+        return FRONTS[front](blocks, inputs(1, "cpu"), how)
+
+    def costs(self, tokens: int) -> dict[str, float]:
+        """Return the time that a block takes for a row of so many tokens, by the kind of action."""
+        if tokens not in self._costs:
+            block, x = GPTBlock().to("late:0", torch.bfloat16), rows_of(1, tokens).to("late:0").requires_grad_()
+            torch.autograd.backward(block(x).mean())
+            forward, output = kernels(lambda: block(x)), block(x)
+            backward = kernels(lambda: torch.autograd.backward(output, torch.empty_like(output)))
+            self._costs[tokens] = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+        return self._costs[tokens]
+
+    def simulated(self, schedule: ScheduleName, lengths: Sequence[int]) -> float:
+        """Return the time of a step on paper."""
+        actions = program(schedule, len(lengths), range(self.n))
+        return simulate(actions, lambda action: self.costs(lengths[action.i])[action.kind]).seconds
+
+    def timed(self, runs: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+        """Return the time of each run, which take turns; another one runs before them."""
+
+        def seconds(run: Callable[[], object]) -> float:
+            for k in range(self.n):
+                torch.accelerator.synchronize(k)
+            self._late.intervals()
+            start = self._late.now()
             run()
-            seconds[name] += [clock() - start] * bool(turn)
-    return seconds
+            for k in range(self.n):
+                torch.accelerator.synchronize(k)
+            return float(max([interval.end for interval in self._late.intervals()]) - start)
+
+        return {name: of_way[1:] for name, of_way in taken_in_turns(runs, turns + 1, seconds).items()}
+
+
+def rows_of(m: int, tokens: int) -> Tensor:
+    return torch.empty(m, tokens, GPTBlock.width, dtype=torch.bfloat16)
+
+
+def taken_in_turns(
+    runs: dict[str, Callable[[], object]], turns: int, measure: Callable[[Callable[[], object]], float]
+) -> dict[str, list[float]]:
+    """Return what is measured of each run, which take turns, every other turn in reverse."""
+    measured: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns):
+        for name, run in list(runs.items())[:: -1 if turn % 2 else 1]:
+            measured[name].append(measure(run))
+    return measured
 
 
 def unequal(args: argparse.Namespace) -> dict[str, Any]:
     """Measure windows of 16 as they come, and with the longest in the middle, on four devices."""
-    rows, n, m = [], 4, 16
+    cluster, rows, m = Cluster(4), [], 16
     progress = Progress(len(LENGTHS) * len(SCHEDULES))
-    for name, lengths in LENGTHS.items():
-        drawn = lengths.drawn(m, seed=0)
-        unit = args.sleep * m / sum(drawn)
-        xs = [torch.zeros(1, length, requires_grad=True) for length in drawn]
-        for schedule in SCHEDULES:
-            progress(f"layers that sleep, lengths of {name}, {schedule}")
-            layers = nn.Sequential(*[SleepingByLength(unit) for _ in range(n)])
-            how: dict[str, Any] = {"devices": cpus(range(n)), "schedule": schedule, "checkpoint": "never"}
-            model = GPipe(layers, [1] * n, loss_fn=mean, **how)
-            runs: dict[str, Callable[[], object]] = {
-                "as they come": lambda model=model, xs=xs: model.step(MicroBatches(xs)),
-                "longest": lambda model=model, xs=xs: model.step(MicroBatches(xs, order="longest")),
-            }
-            seconds = timed(runs, args.turns)
-            row: Row = {"lengths": name, "schedule": schedule, "n": n, "m": m}
-            for way, window in (("as they come", drawn), ("longest", longest_in_the_middle(drawn))):
-                expected = simulated(schedule, n, window, unit).seconds
-                row |= {f"{way}, simulated": expected, way: spread(seconds[way])}
-                row[f"{way}, simulated/measured"] = expected / statistics.median(seconds[way])
-            row["gain"] = spread(a / b for a, b in zip(*seconds.values()))
-            rows.append(row)
-    ratios = [row[f"{way}, simulated/measured"] for row in rows for way in ("as they come", "longest")]
-    return {"rows": rows, "aims": [aim("simulated / measured of unequal windows, lowest", min(ratios), least=0.9)]}
+    with cluster.on_clock():
+        for name, lengths in LENGTHS.items():
+            drawn = lengths.drawn(m, seed=0)
+            drawn = [max(1, round(length * args.tokens * m / sum(drawn))) for length in drawn]
+            xs = [rows_of(1, length) for length in drawn]
+            for schedule in SCHEDULES:
+                progress(f"simulated GPUs, lengths of {name}, {schedule}")
+                step = cluster.model("GPipe", schedule, m).step
+                ways = {"as they come": None, "longest": "longest"}
+                runs = {way: partial(_step_on, step, xs, order) for way, order in ways.items()}
+                seconds = cluster.timed(runs, args.turns)
+                row: Row = {"lengths": name, "schedule": schedule, "n": cluster.n, "m": m}
+                for way, window in (("as they come", drawn), ("longest", longest_in_the_middle(drawn))):
+                    row |= {f"{way}, on paper": cluster.simulated(schedule, window), way: spread(seconds[way])}
+                rows.append(
+                    {**row, "gain": statistics.median(seconds["as they come"]) / statistics.median(seconds["longest"])}
+                )
+    whole = [row for row in rows if row["schedule"] != "ZeroBubble"]
+    ratios = [row[f"{way}, on paper"] / row[way]["median"] for row in whole for way in ("as they come", "longest")]
+    return {
+        "unit": "seconds, simulated",
+        "card": CARD,
+        "tokens, mean": args.tokens,
+        "rows": rows,
+        "aims": [
+            aim("simulated: on paper / measured, unequal windows, GPipe and 1F1B, lowest", min(ratios), least=0.9)
+        ],
+    }
+
+
+def _step_on(step: Callable[[Any], object], xs: Sequence[Tensor], order: Any = None) -> object:
+    return step(MicroBatches(xs, order=order))
 
 
 def window_unequal(result: dict[str, Any]) -> str:
     """Return a table of windows as they come, and with the longest in the middle."""
-    columns = {"lengths": "lengths", "schedule": "schedule"}
+    columns: dict[str, Any] = {"lengths": "lengths", "schedule": "schedule"}
     for way, title in (("as they come", "as they come"), ("longest", "longest in the middle")):
-        columns |= {
-            f"{title}, simulated, s": f"{way}, simulated:.2f",
-            "measured, s" + " " * (way == "longest"): f"{way}:2",
-        }
-    return table_of(result["rows"], {**columns, "gain, measured": "gain:2"})
+        columns[f"{title}, on paper, ms"] = lambda row, way=way: f"{row[f'{way}, on paper'] * 1e3:.0f}"
+        columns[f"{title}, measured"] = lambda row, way=way: shown(row[way], 0, 1e3)
+    return table_of(result["rows"], {**columns, "gain, measured": lambda row: f"{row['gain'] - 1:+.0%}"})
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """Measure windows of one row that are given, beside the same rows that are split."""
     rows = []
-    wanted = [(front, n, m) for front in FRONTS for n in args.partitions for m in args.micro_batches]
-    progress = Progress(len(wanted))
-    for front, n, m in wanted:
-        progress(f"layers that sleep, {front}, {n} devices, {m} micro-batches")
-        x = torch.zeros(m, 1, requires_grad=True)
-        blocks = [Sleeping(args.sleep) for _ in range(n)]
-        how: dict[str, Any] = {"devices": cpus(range(n)), "chunks": m, "schedule": "1F1B", "loss_fn": mean}
-        step = FRONTS[front](blocks, x, how).step
-        seconds = timed({"split": partial(step, x), "given": partial(_step_on_rows, step, x)}, args.turns)
-        ideal, naive = simulated_sleep("1F1B", m, range(n), args.sleep).seconds, 3 * args.sleep * n * m
-        shares = {way: ideal / statistics.median(of_way) for way, of_way in seconds.items()}
-        row = {"front": front, "n": n, "m": m, "simulated": ideal, **{way: spread(seconds[way]) for way in seconds}}
-        row |= {"split, share": shares["split"], "given, share": shares["given"]}
-        row |= {"split/given": spread(a / b for a, b in zip(seconds["split"], seconds["given"]))}
-        rows.append(
-            {**row, "naive/simulated": naive / ideal, "naive/given": naive / statistics.median(seconds["given"])}
-        )
-    aims = [aim("split / given, lowest median", min(row["split/given"]["median"] for row in rows), least=0.98)]
-    return {"seconds of F, I and W on a device": args.sleep, "rows": rows, "aims": aims}
-
-
-def _step_on_rows(step: Callable[[Any], object], x: Tensor) -> object:
-    return step(MicroBatches(x.split(1)))
+    progress = Progress(len(FRONTS) * len(args.partitions) * len(args.micro_batches))
+    for front, n, m in product(FRONTS, args.partitions, args.micro_batches):
+        progress(f"simulated GPUs, {front}, {n} devices, {m} micro-batches")
+        cluster, x = Cluster(n), rows_of(m, args.tokens)
+        with cluster.on_clock():
+            step = cluster.model(front, "1F1B", m).step
+            seconds = cluster.timed(
+                {"split": partial(step, x), "given": partial(_step_on, step, x.split(1))}, args.turns
+            )
+            ideal = cluster.simulated("1F1B", [args.tokens] * m)
+            naive = n * m * sum(cluster.costs(args.tokens)[kind] for kind in "FB")
+        shares = {way: spread(ideal / one for one in of_way) for way, of_way in seconds.items()}
+        ratio = shares["given"]["median"] / shares["split"]["median"]
+        row = {"front": front, "n": n, "m": m, "on paper": ideal, **shares, "given/split": ratio}
+        rows.append({**row, "naive": naive / ideal, "naive/given": naive / statistics.median(seconds["given"])})
+    lowest = min(row["given/split"] for row in rows)
+    return {
+        "unit": "seconds, simulated",
+        "card": CARD,
+        "tokens": args.tokens,
+        "rows": rows,
+        "aims": [aim("simulated: share of the step on paper, given / split, lowest", lowest, least=0.98)],
+    }
 
 
 def _layers(blocks: list[nn.Module], _: Tensor, how: dict[str, Any]) -> Any:
@@ -299,10 +348,11 @@ FRONTS: dict[str, Callable[[list[nn.Module], Tensor, dict[str, Any]], Any]] = {
 
 def window_given(result: dict[str, Any]) -> str:
     """Return a table of windows that are given, beside mini-batches that are split, and one device at a time."""
-    columns = {"front": "front", "devices": "n", "micro-batches": "m", "simulated, s": "simulated:.2f"}
-    shares = {"share of it, split": "split, share:.1%", "given": "given, share:.1%", "split/given": "split/given:3"}
-    naive = {"one device at a time / simulated": "naive/simulated:.2f", "/ given": "naive/given:.2f"}
-    return table_of(result["rows"], {**columns, **shares, **naive})
+    columns: dict[str, Any] = {"front": "front", "devices": "n", "micro-batches": "m"}
+    columns["on paper, ms"] = lambda row: f"{row['on paper'] * 1e3:.0f}"
+    columns |= {"share of it, split": "split:3", "given": "given:3", "given / split": "given/split:.3f"}
+    naive = {"one device at a time / on paper": "naive:.2f", "/ given": "naive/given:.2f"}
+    return table_of(result["rows"], {**columns, **naive})
 
 
 # ---- Host time.
@@ -326,13 +376,19 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
             },
         }
         for way, runs in ways.items():
-            turns = [timed(runs, 10, process_time) for _ in range(args.turns)]
+            turns = [taken_in_turns(runs, 10, _cpu_seconds) for _ in range(args.turns)]
             lowest = {name: [min(turn[name]) / m * 1e6 for turn in turns] for name in runs}
             row: Row = {"front": front, "threads": threads, "way": way}
             row |= {name: spread(values) for name, values in lowest.items()}
             rows.append({**row, "given/split": spread(b / a for a, b in zip(lowest["split"], lowest["given"]))})
     typical = statistics.median([row["given/split"]["median"] for row in rows])
     return {"rows": rows, "aims": [aim("given / split, CPU time, median of all ways", round(typical, 2), most=1.0)]}
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
+    start = process_time()
+    run()
+    return process_time() - start
 
 
 def window_host(result: dict[str, Any]) -> str:
@@ -344,14 +400,15 @@ def window_host(result: dict[str, Any]) -> str:
 
 
 PARTS = {
+    # The devices of these have to be there before the first backward.
+    "given": Part("windows:given", given, {"micro-batches that are given": window_given}),
+    "unequal": Part("windows:unequal", unequal, {"unequal micro-batches on simulated GPUs": window_unequal}),
     "host": Part("windows:host", host, {"CPU time of a micro-batch": window_host}),
     "order": Part(
         "windows:order",
         order,
         {"what an order gains, simulated": window_order, "the longest in the middle, by size": window_sizes},
     ),
-    "unequal": Part("windows:unequal", unequal, {"unequal micro-batches that sleep": window_unequal}),
-    "given": Part("windows:given", given, {"micro-batches that are given": window_given}),
 }
 
 
@@ -360,8 +417,8 @@ def main() -> None:
     command.add("--partitions", nargs="+", type=int, default=[2, 4, 8], help="n, the devices")
     command.add("--micro-batches", nargs="+", type=int, default=[*SIZES], help="m, of order and given")
     command.add("--windows", type=int, default=25, help="that are drawn of each kind, for order")
-    command.add("--sleep", type=float, default=0.02, help="seconds that a device sleeps in F, in I and in W, mean")
-    command.add("--turns", type=int, default=5)
+    command.add("--tokens", type=int, default=8192, help="of a micro-batch on simulated GPUs, mean")
+    command.add("--turns", type=int, default=3)
     command.run()
 
 
