@@ -45,6 +45,20 @@ def test_scatter_copies_nothing_and_passes_no_chunk_whole() -> None:
     assert repr(table) == "NoChunk((7, 2))"
 
 
+def test_given_micro_batches_are_scattered_as_they_are_wherever_they_stand() -> None:
+    a, b, table = numbers(1), numbers(3), numbers(7)
+    assert [batch.leaves[0] is x for batch, x in zip(scatter((MicroBatches([a, b]),), 1, CPU), (a, b), strict=True)]
+    window = MicroBatches([{"x": a, "table": NoChunk(table)}, [b, None]])
+    assert_equal(values(scatter((window,), 1, CPU)), [{"x": a, "table": table}, [b, None]])
+    beside = scatter((MicroBatches([a, b]), None, NoChunk(table)), 1, CPU, {"more": MicroBatches([(b,), a])})
+    assert_equal(
+        [tuple(value) for value in values(beside)],
+        [((a, None, table), {"more": (b,)}), ((b, None, table), {"more": a})],
+    )
+    with pytest.raises(TypeError, match=r"^micro-batch 1 must consist of tensors and None .*, but \['x'\] is int"):
+        scatter((MicroBatches([a, {"x": 1}]),), 1, CPU)
+
+
 # Gather
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatches", "to_floats", "windows"]
+from torchgpipe.model.values import each
+
+__all__ = ["MicroBatches", "length_of", "order_of", "to_floats", "windows"]
 
 
 class MicroBatches:
@@ -29,13 +31,23 @@ class MicroBatches:
             of positional arguments, a dict of keyword arguments, or (tuple, dict)
         weights: the weight of each in the loss of a step, which is their weighted mean (default: as for a mini-batch
             that was split: the labels that count, or the rows in dimension 0 of the first tensor)
+        order: the order in which a step runs the micro-batches of its input: as they come, or ``'longest'``: the
+            longest in the middle, by the elements of the first tensor of each, and towards both ends shorter and
+            shorter ones. Devices wait for each other where neighbours differ. Losses, values and random numbers are
+            those of the order in which the micro-batches come; gradients are added in the order in which they run
 
     Raises:
         TypeError: ``batches`` is one batch, or holds ``MicroBatches``.
-        ValueError: there is no batch, or the weights do not fit.
+        ValueError: there is no batch, the weights do not fit, or there is no such order.
     """
 
-    def __init__(self, batches: Iterable[Any], *, weights: Iterable[float | Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        *,
+        weights: Iterable[float | Tensor] | None = None,
+        order: Literal["longest"] | None = None,
+    ) -> None:
         if isinstance(batches, (Tensor, Mapping, str)):
             raise TypeError(
                 f"MicroBatches takes a list of batches, but got one {type(batches).__name__}; give "
@@ -52,6 +64,9 @@ class MicroBatches:
                 raise ValueError(f"MicroBatches has {len(self.batches)} batches, but {len(self.weights)} weights")
             if not all([0 <= weight < math.inf for weight in self.weights]) or not sum(self.weights):
                 raise ValueError(f"weights must be 0 or more, and not all 0, but are {self.weights}")
+        if order not in ("longest", None):
+            raise ValueError(f"order must be 'longest', or None for micro-batches as they come, but got {order!r}")
+        self.order = order
 
     # Not a Sequence: what moves or pins batches makes those anew of their items alone, and would lose the weights.
     def __getitem__(self, index: int) -> Any:
@@ -98,6 +113,19 @@ class windows:
 
     def __len__(self) -> int:
         return math.ceil(len(self._batches) / self._size)  # type: ignore[arg-type]
+
+
+def length_of(batch: Any) -> int:
+    """Return the length of a micro-batch, which its time is taken to grow with: the elements of its first tensor."""
+    return next((tensor.numel() for _, tensor in each((batch,))), 0)
+
+
+def order_of(window: MicroBatches | None) -> list[int] | None:
+    """Return the numbers of micro-batches in the order in which a step runs them; None if they run as they come."""
+    if window is None or window.order is None:
+        return None
+    shortest_first = sorted(range(len(window)), key=[length_of(batch) for batch in window].__getitem__)
+    return shortest_first[::2] + shortest_first[1::2][::-1]
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:
