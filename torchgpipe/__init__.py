@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, windows
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
@@ -23,6 +23,7 @@ __all__ = [
     "pipelined",
     "plan",
     "record",
+    "windows",
 ]
 
 __version__ = "1.0.0.dev0"

@@ -21,7 +21,7 @@ from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, order_of
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import Batch, WholeArguments, gather, rows_of, scatter, tell_of_few, window_of
@@ -464,7 +464,7 @@ class GPipe(nn.Module):
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
             self._begin(input, 4)
             own_weight = mean.prepare(inputs)
-            program = program_of(self._schedule, len(inputs), self._places)
+            program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input)))
             views = self._views(len(inputs))
         mean.total = replicas.total(own_weight)
         finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))

@@ -386,7 +386,12 @@ def window_of(arguments: Arguments) -> MicroBatches | None:
 
 def _rows(arguments: Arguments) -> int:
     """Return the rows of the first tensor that has any; 0 if none has."""
-    return next((tensor.size(0) for _, tensor in each(tuple(arguments)) if tensor.dim()), 0)
+    for value in (*arguments.args, *arguments.kwargs.values()):
+        # Most are tensors, and a walk through a container takes as long as an operation.
+        for tensor in [value] if isinstance(value, Tensor) else [tensor for _, tensor in each(value)]:
+            if tensor.dim():
+                return tensor.size(0)
+    return 0
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -33,6 +33,7 @@ from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
+from torchgpipe.model.given import order_of
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.retry import OnShortage, Remedy, Retry, verify_on_oom
@@ -221,7 +222,8 @@ class Pipeline:
                 share = torch.full_like(value, weight)
                 export(value).add(share if scaler is None else scaler.scale(share))
 
-        actions = program_of(settings.schedule, len(batch.sizes), places_of(settings.devices))
+        places = places_of(settings.devices)
+        actions = program_of(settings.schedule, len(batch.sizes), places, order_of(batch.window))
 
         def work() -> Any:
             with aliases.installed():

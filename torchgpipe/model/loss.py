@@ -390,11 +390,14 @@ class MeanLoss(Losses):
         if not self._values:
             return None
         values = self._values_of(len(self._sizes))
-        return gather(values, "loss_fn") if self._window is None else [batch.value for batch in values]
+        return gather(list(map(_with_rows, values)), "loss_fn") if self._window is None else [it.value for it in values]
 
 
 def _without_graph(values: Any) -> Batch:
     batch = Batch.of(values, "what loss_fn returns beside the loss")
-    leaves = [leaf if leaf is None else leaf.detach() for leaf in batch.leaves]
-    # Of a number for each micro-batch, such as a count, a tensor of shape (micro-batches,) is gathered.
-    return batch.replace(tuple([leaf.reshape(1) if leaf is not None and leaf.dim() == 0 else leaf for leaf in leaves]))
+    return batch.replace(tuple([leaf if leaf is None else leaf.detach() for leaf in batch.leaves]))
+
+
+def _with_rows(batch: Batch) -> Batch:
+    """Return the values of a micro-batch, of which a number becomes a tensor of shape (1,), to be gathered."""
+    return batch.replace(tuple([leaf if leaf is None or leaf.dim() else leaf.reshape(1) for leaf in batch.leaves]))

@@ -211,7 +211,7 @@ def scatter(
 
     leaves, spec = pytree.tree_flatten(value)
     if any([isinstance(leaf, MicroBatches) for leaf in leaves]):
-        return _given(value, leaves, device)
+        return _given(value, leaves, spec, device)
     if not all(leaf is None or isinstance(leaf, (Tensor, NoChunk)) for leaf in leaves):
         raise _unsupported(value, "input", (Tensor, NoChunk, type(None)))
     _check_batch_sizes(value, leaves)
@@ -221,7 +221,7 @@ def scatter(
     return [Batch(row, spec) for row in zip(*columns)]
 
 
-def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[Batch]:
+def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.device | None) -> list[Batch]:
     """Return micro-batches that the caller gives.
 
     Raises:
@@ -239,10 +239,15 @@ def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[B
         )
 
     def batch(i: int) -> Batch:
-        one = pytree.tree_map_only(MicroBatches, lambda window: window[i], value)
-        one = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, one)
-        made = Batch.of(one, f"micro-batch {i}")
-        return made.replace(tuple([leaf if leaf is None else _move(leaf, device) for leaf in made.leaves]))
+        row = [leaf[i] if isinstance(leaf, MicroBatches) else leaf for leaf in leaves]
+        one = row[0] if value is leaves[0] else pytree.tree_unflatten(row, spec)
+        if isinstance(one, Tensor):
+            return Batch((_move(one, device),))
+        parts, inner = pytree.tree_flatten(one)
+        parts = [part.tensor if isinstance(part, NoChunk) else part for part in parts]
+        if not all([part is None or isinstance(part, Tensor) for part in parts]):
+            raise _unsupported(one, f"micro-batch {i}", (Tensor, NoChunk, type(None)))
+        return Batch(tuple([part if part is None else _move(part, device) for part in parts]), inner)
 
     return [batch(i) for i in range(counts[0])]
 
