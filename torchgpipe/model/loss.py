@@ -25,6 +25,7 @@ from torchgpipe.model.microbatch import (
     has_an_item_for_each,
     sizes_of,
     split_rows,
+    values_of,
     window_of,
 )
 from torchgpipe.model.settings import verify_functions
@@ -390,7 +391,7 @@ class MeanLoss(Losses):
         if not self._values:
             return None
         values = self._values_of(len(self._sizes))
-        return gather(values, "loss_fn") if self._window is None else [batch.value for batch in values]
+        return gather(values, "loss_fn") if self._window is None else values_of(values)
 
 
 def _without_graph(values: Any) -> Batch:

@@ -35,6 +35,7 @@ __all__ = [
     "sizes_of",
     "split_rows",
     "tell_of_few",
+    "values_of",
     "window_of",
 ]
 
@@ -382,6 +383,11 @@ def gather(batches: list[Batch], source: str = "the last layer") -> Any:
                 f"micro-batch {i}; return the same structure for each"
             )
     return Batch(tuple(map(_concatenate, zip(*(batch.leaves for batch in batches)))), first.spec).value
+
+
+def values_of(batches: list[Batch]) -> list[Any]:
+    """Return the outputs of micro-batches that the caller gives, which are not gathered."""
+    return [batch.value for batch in batches]
 
 
 def _concatenate(column: tuple[Any, ...]) -> Leaf:
