@@ -50,12 +50,14 @@ class Arguments(NamedTuple):
     def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> Arguments:
         """Return the arguments with every tensor replaced by ``change(tensor)``; the same object if none is changed.
 
+        Tensors in objects of the user's classes, such as batches of graphs, are replaced, too.
+
         Args:
             change: maps tensors
             caches: whether to look into caches as well
         """
         before = tuple(self)
-        changed = mapped(before, change, caches=caches)
+        changed = mapped(before, change, caches=caches, objects=True)
         return self if changed is before else Arguments(*changed)
 
     def with_values(self, values: Sequence[Any]) -> Arguments:

@@ -460,6 +460,7 @@ class Pipeline:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
         numbers = NumbersOfProof()
+        batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(
             batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience
         )

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatches", "to_floats"]
+__all__ = ["MicroBatches", "refuse_strided_nested", "to_floats"]
 
 
 class MicroBatches(Sequence[Any]):
@@ -69,6 +69,20 @@ class MicroBatches(Sequence[Any]):
 
     def __repr__(self) -> str:
         return f"MicroBatches of {len(self)} batches"
+
+
+def refuse_strided_nested(tensors: Iterable[Tensor]) -> None:
+    """Raise if a tensor is nested in the strided layout, which no autograd function of Python can return.
+
+    Raises:
+        TypeError: there is one.
+    """
+    if any([tensor.is_nested and tensor.layout is torch.strided for tensor in tensors]):
+        raise TypeError(
+            "a nested tensor of layout torch.strided cannot pass from partition to partition with its gradient, nor "
+            "leave the model: PyTorch has no autograd functions for it; make it with layout=torch.jagged, or pass its "
+            "parts as a list"
+        )
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, refuse_strided_nested
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -158,7 +158,17 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
+        if self.spec is None:
+            return self.leaves[0]
+        try:
+            return pytree.tree_unflatten(self.leaves, self.spec)
+        except ValueError as error:
+            if "batch_sizes" in str(error):
+                error.add_note(
+                    "a partition gets all tensors of a value on its device, and a PackedSequence keeps one in host "
+                    "memory; pass padded tensors and their lengths, or use torchgpipe.pipelined"
+                )
+            raise
 
     def replace(self, leaves: Leaves) -> Batch:
         """Return the same structure around other leaves, without skips."""
@@ -226,7 +236,8 @@ def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[B
     """Return micro-batches that the caller gives.
 
     Raises:
-        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type.
+        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type, or is
+            nested in the strided layout.
         ValueError: arguments have different numbers of micro-batches.
     """
     counts = [len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)]
@@ -243,6 +254,8 @@ def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[B
         one = pytree.tree_map_only(MicroBatches, lambda window: window[i], value)
         one = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, one)
         made = Batch.of(one, f"micro-batch {i}")
+        if torch.is_grad_enabled():
+            refuse_strided_nested([leaf for leaf in made.leaves if leaf is not None])
         return made.replace(tuple([leaf if leaf is None else _move(leaf, device) for leaf in made.leaves]))
 
     return [batch(i) for i in range(counts[0])]

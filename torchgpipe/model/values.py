@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "Container",
@@ -65,6 +66,10 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
     if isinstance(value, (Tensor, *_PLAIN)):
         return None
     if isinstance(value, (tuple, list)):
+        if isinstance(value, PackedSequence):  # A recurrent layer reads its batch sizes on the host, where they stay.
+            names = ["data", "sorted_indices", "unsorted_indices"]
+            items = [getattr(value, name) for name in names]
+            return Container(kind, names, items, lambda new: kind(new[0], value.batch_sizes, *new[1:]))
         if hasattr(value, "_fields") and isinstance(value, tuple):
             return Container((kind.__name__, value._fields), list(value._fields), list(value), lambda new: kind(*new))
         items = list(value)

@@ -1,0 +1,190 @@
+"""Micro-batches that are given, of things that nobody could split, and what was found wrong with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+from tests.conftest import Devices
+from tests.plain import gradients
+from torchgpipe import GPipe, MicroBatches, pipelined
+
+WIDTH = 4
+
+
+class Graphs:
+    """A batch of graphs, as people write their own."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.x, self.edges = x, edges
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.others = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, graphs: Graphs) -> Tensor:
+        source, target = graphs.edges
+        return torch.tanh(self.own(x) + torch.zeros_like(x).index_add(0, target, self.others(x)[source]))
+
+
+class OverGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Convolution() for _ in range(4)])
+
+    def forward(self, graphs: Graphs) -> Tensor:
+        x = graphs.x
+        for layer in self.layers:
+            x = x + layer(x, graphs)
+        return x.square().mean()
+
+
+class OverSequences(nn.Module):
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([kind(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        padded, lengths = pad_packed_sequence(packed)
+        return padded.square().sum() / lengths.sum()
+
+
+class OverNested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return (x.values() if x.layout is torch.jagged else torch.cat(x.unbind())).square().mean()
+
+
+def graphs(nodes: int) -> tuple[Graphs]:
+    return (Graphs(torch.randn(nodes, WIDTH, dtype=torch.float64), torch.randint(nodes, (2, 3 * nodes))),)
+
+
+def sequences(count: int) -> list[Tensor]:
+    return [torch.randn(1 + 2 * k % 5, WIDTH, dtype=torch.float64) for k in range(count)]
+
+
+def packed(count: int) -> tuple[PackedSequence]:
+    return (pack_sequence(sequences(count), enforce_sorted=False),)
+
+
+def nested(count: int, layout: torch.layout = torch.jagged) -> Tensor:
+    return torch.nested.nested_tensor(sequences(count), layout=layout)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "graphs of a class of the user's own": (OverGraphs, graphs),
+    "packed sequences": (lambda: OverSequences(nn.RNN), packed),
+}
+
+
+@pytest.mark.on_late
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_could_split_comes_to_the_first_device(kind: str, devices: Devices) -> None:
+    """A bug: tensors in objects of a user's class stayed on the host, and the batch sizes of packed sequences, which
+    have to stay there, did not."""
+    make, draw = KINDS[kind]
+    plain = make().double()
+    model = pipelined(copy.deepcopy(plain), MicroBatches([draw(2), draw(3)]), devices=devices(3), balance="parameters")
+    window = [draw(count) for count in (3, 1, 4)]
+    model.step(MicroBatches(window, weights=[1, 1, 1]))
+    for batch in window:
+        loss = plain(*batch)
+        loss.backward(torch.full_like(loss, 1 / 3))
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], grad, rtol=1e-12, atol=1e-12)
+
+
+def test_inputs_in_an_object_of_the_users_class_get_gradients(devices: Devices) -> None:
+    """A bug: the backward of each micro-batch went on into what the caller had computed them with, and freed that."""
+    plain = OverGraphs().double()
+    model = pipelined(copy.deepcopy(plain), MicroBatches([graphs(2)]), devices=devices(2), balance="parameters")
+    window, scale = [graphs(3), graphs(2)], torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+    found = []
+    for run in (model, lambda batches: [plain(*batch) for batch in batches]):
+        root = scale.exp()
+        of_root = MicroBatches([(Graphs(batch.x * root, batch.edges),) for (batch,) in window])
+        found += torch.autograd.grad(sum(run(of_root)), scale)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_may_change_its_input_in_place(devices: Devices) -> None:
+    """A bug: the proof refused it, because each of its runs began with what the run before had left."""
+
+    class Halving(OverNested):
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(0.5)
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    model = pipelined(Halving().double(), MicroBatches([x.clone(), x.clone()]), devices=devices(2))
+    given = x.clone()
+    model.step(MicroBatches([given]))
+    assert torch.equal(given, x * 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_pass_if_they_are_jagged(devices: Devices) -> None:
+    """PyTorch's functions of autograd do not take the strided ones, and said to report a bug of theirs."""
+    plain = OverNested().double()
+    model = pipelined(copy.deepcopy(plain), MicroBatches([nested(2), nested(3)]), devices=devices(2))
+    window = [nested(count) for count in (3, 1, 4)]
+    sum(model(MicroBatches(window))).backward()
+    for batch in reversed(window):
+        plain(batch).backward()
+    for name, grad in gradients(plain).items():
+        assert torch.equal(gradients(model)[name], grad), name  # type: ignore[arg-type]
+    strided = MicroBatches([nested(2, torch.strided)])
+    with pytest.raises(TypeError, match=r"layout=torch\.jagged"):
+        pipelined(copy.deepcopy(plain), strided, devices=["cpu:0", "cpu:1"])
+    layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2)]).double()
+    with pytest.raises(TypeError, match=r"layout=torch\.jagged"):
+        GPipe(layers, [1, 1], devices=devices(2))(strided)
+
+
+def test_a_module_of_the_spine_may_be_called_within_one_that_is_recomputed() -> None:
+    """A bug: under offload with one partition, the inner call at backward was taken for one from outside of the model.
+
+    A diffusion transformer calls the embedding within its first block at its end, too.
+    """
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.outer(self.inner(x)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return (x + self.blocks[0].inner(x)).square().mean()  # type: ignore[operator]
+
+    plain, x = Model().double(), torch.randn(2, WIDTH, dtype=torch.float64)
+    model = pipelined(copy.deepcopy(plain), MicroBatches([x]), devices=["cpu"], partitions=1, offload=True)
+    model.step(MicroBatches([x]))
+    plain(x).backward()
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], grad, rtol=1e-12, atol=1e-12)
