@@ -188,3 +188,71 @@ def test_a_module_of_the_spine_may_be_called_within_one_that_is_recomputed() -> 
     plain(x).backward()
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], grad, rtol=1e-12, atol=1e-12)
+
+
+class Optional(nn.Module):
+    """Takes arguments that only some micro-batches have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(
+        self, x: Tensor, gate: Tensor | None = None, scale: int = 1, num_items_in_batch: int | None = None
+    ) -> Tensor:
+        first = x = self.layers[0](x).tanh()
+        for layer in self.layers[1:]:  # type: ignore[index]
+            x = layer(x).tanh()
+        if gate is not None:
+            x = Product.apply(x * gate, first)
+        return x.square().mean() * scale
+
+
+class Product(torch.autograd.Function):
+    """A product that no function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
+def x_and(**others: Any) -> dict[str, Any]:
+    return {"x": torch.randn(2, WIDTH, dtype=torch.float64), **others}
+
+
+def test_each_way_through_the_model_is_verified_at_its_first_window() -> None:
+    """A bug: the arguments of the first micro-batch stood for those of all, which may take other ways."""
+    window = MicroBatches([x_and(), x_and()])
+    model = pipelined(Optional().double(), window, devices=["cpu:0", "cpu:1"], balance="parameters")
+    model.step(window)
+    gate = torch.ones(WIDTH, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="'ProductBackward' takes a tensor"):
+        model.step(MicroBatches([x_and(), x_and(gate=gate)]))
+
+
+def test_numbers_count_as_seen_wherever_the_sample_has_them(devices: Devices) -> None:
+    """A number may be what a loss is divided by, so one that the sample did not give wants weights."""
+    model = pipelined(Optional().double(), MicroBatches([x_and(), x_and(scale=2)]), devices=devices(2))
+    model.step(MicroBatches([x_and(), x_and(scale=3)]))
+    model = pipelined(Optional().double(), MicroBatches([x_and(), x_and()]), devices=devices(2))
+    window = [x_and(), x_and(scale=3)]
+    with pytest.raises(ValueError, match=r"may depend on \['scale'\].* or give MicroBatches weights"):
+        model.step(MicroBatches(window))
+    model.step(MicroBatches(window, weights=[1, 2]))
+
+
+def test_weights_that_contradict_each_other_are_refused(devices: Devices) -> None:
+    """The weights of the target were ignored, and losses with and without a count were added up."""
+    x, layers = torch.randn(2, WIDTH, dtype=torch.float64), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    model = GPipe(layers, [1, 1], devices=devices(2), loss_fn=nn.MSELoss())
+    with pytest.raises(ValueError, match=r"the input has weights \[1\.0, 2\.0\], and the target \[2\.0, 1\.0\]"):
+        model.step(MicroBatches([x, x], weights=[1, 2]), MicroBatches([x, x], weights=[2, 1]))
+    counted = pipelined(Optional().double(), MicroBatches([x_and(), x_and()]), devices=devices(2))
+    with pytest.raises(ValueError, match="num_items_in_batch is in some of the MicroBatches only"):
+        counted.step(MicroBatches([x_and(), x_and(num_items_in_batch=4)]))

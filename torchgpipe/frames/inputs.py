@@ -83,6 +83,7 @@ def arguments_of(sample: Any) -> Arguments:
     raise TypeError(
         "sample must be the arguments of one micro-batch: a tuple of positional ones, a dict of keyword ones, or "
         f"(tuple, dict), but got {type(sample).__name__}; for a model that takes one such argument, give (sample,)"
+        "; in MicroBatches, [(batch_1,), (batch_2,), ...]"
     )
 
 
@@ -177,7 +178,8 @@ class Splitter:
             raise ValueError(
                 f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
             )
-        self.given = {name for name, value in named.items() if value is not None}
+        self.given: set[str] = set()
+        self.see(sample)
         # No tensors, or every copy and pickle of the model would have the sample.
         self._parts = [_Part.of(path, value) for path, value in parts]
         self.read(self.readings[0] if self.readings else Reading("", 0, False))
@@ -194,6 +196,10 @@ class Splitter:
                     self._split[part.path] = False  # Each item has all rows.
                 else:
                     self._split.update(dict.fromkeys(inner, False))
+
+    def see(self, sample: Arguments) -> None:
+        """Note the names of the arguments that a micro-batch of the sample gives."""
+        self.given.update([name for name, value in self._named(sample) if value is not None])
 
     def names(self, arguments: Arguments) -> dict[str, Any]:
         """Return arguments by their names."""
@@ -288,7 +294,7 @@ class Splitter:
         kinds = [f"'{name}' is {_kind(value)}" for name, value in self._chunked(arguments) if value is not None]
         return (
             f"there is nothing to split ({', '.join(kinds) or 'no arguments'}); pass dense tensors with the rows in "
-            "dimension 0, or lists with an item for each row"
+            "dimension 0, or lists with an item for each row, or several batches in torchgpipe.MicroBatches([...])"
         )
 
     def _named(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
@@ -354,6 +360,18 @@ class SplitBatch:
     def named(self) -> list[dict[str, Any]]:
         """The arguments of each micro-batch by their names."""
         return [self.splitter.names(part) for part in self.parts]
+
+    @cached_property
+    def new_numbers(self) -> list[str]:
+        """The names of the numbers among the arguments that the sample did not give."""
+        known = {*self.splitter.given, "num_items_in_batch"}
+        given = [item for named in (self.named if self.given else self.named[:1]) for item in named.items()]
+        numbers = {
+            name
+            for name, value in given
+            if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
+        }
+        return sorted(numbers - known)
 
     @property
     def whole(self) -> SplitBatch:

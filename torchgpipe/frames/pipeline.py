@@ -340,14 +340,20 @@ class Pipeline:
             actions,
             backward=backward,
             splits=not recomputes,
-            verified=self._to_verify(inputs[0], modes, backward=backward),
+            verified=self._to_verify(inputs if batch.given else inputs[:1], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
         )
 
-    def _to_verify(self, part: Arguments, modes: Any, *, backward: bool) -> Callable[[], None] | None:
-        """Return what notes that such a mini-batch is verified; None if one was before."""
-        names = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, modes, len(part.args), names
+    def _to_verify(self, parts: Sequence[Arguments], modes: Any, *, backward: bool) -> Callable[[], None] | None:
+        """Return what notes that such a mini-batch is verified; None if one was before.
+
+        Args:
+            parts: the arguments of micro-batches, which may take different ways through the model
+            modes: the modes of its modules
+            backward: whether backward follows
+        """
+        given = [(len(args), *[name for name, value in kwargs.items() if value is not None]) for args, kwargs in parts]
+        key = backward, self._structure, modes, frozenset(given)
         return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:

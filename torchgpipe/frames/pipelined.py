@@ -226,6 +226,8 @@ def _pipelined(
         may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
     )
+    for batch in window or ():
+        settings.study.splitter.see(arguments_of(batch))
     if offload:
         verify_fits(_sizes(module, settings), slots)
     verify_fitting(settings, schedule)

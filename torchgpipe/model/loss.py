@@ -275,7 +275,7 @@ def _given_weights(window: MicroBatches | None, target: Any, whole: bool) -> lis
 
     Raises:
         TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
-        ValueError: there are not as many targets as micro-batches.
+        ValueError: there are not as many targets as micro-batches, or both have weights, which differ.
     """
     targets = target if isinstance(target, MicroBatches) else None
     if window is None and targets is not None:
@@ -288,6 +288,8 @@ def _given_weights(window: MicroBatches | None, target: Any, whole: bool) -> lis
     if window is not None and targets is not None and len(targets) != len(window):
         raise ValueError(f"there are {len(window)} MicroBatches in the input, but {len(targets)} in the target")
     given = [known.weights for known in (window, targets) if known is not None and known.weights is not None]
+    if given and given[0] != given[-1]:
+        raise ValueError(f"the input has weights {given[0]}, and the target {given[-1]}; give them in one of the two")
     return given[0] if given else None
 
 
