@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.utils.data._utils import pin_memory
 
 from tests.conftest import Devices
 from tests.plain import gradients
@@ -70,6 +72,33 @@ class OverNested(nn.Module):
         return (x.values() if x.layout is torch.jagged else torch.cat(x.unbind())).square().mean()
 
 
+class UnderMasks(nn.Module):
+    """Looks at the blocks of a mask, as FlexAttention does, which not every device has."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+            result: Tensor = self.linear(x) / mask.kv_num_blocks.sum()
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(4)])
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, mask)
+        return x.square().mean()
+
+
+def masked(length: int) -> tuple[Tensor, BlockMask]:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu", BLOCK_SIZE=2)
+    return torch.randn(length, WIDTH, dtype=torch.float64), mask
+
+
 def graphs(nodes: int) -> tuple[Graphs]:
     return (Graphs(torch.randn(nodes, WIDTH, dtype=torch.float64), torch.randint(nodes, (2, 3 * nodes))),)
 
@@ -89,14 +118,15 @@ def nested(count: int, layout: torch.layout = torch.jagged) -> Tensor:
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "graphs of a class of the user's own": (OverGraphs, graphs),
     "packed sequences": (lambda: OverSequences(nn.RNN), packed),
+    "masks of FlexAttention": (UnderMasks, masked),
 }
 
 
 @pytest.mark.on_late
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_nobody_could_split_comes_to_the_first_device(kind: str, devices: Devices) -> None:
-    """A bug: tensors in objects of a user's class stayed on the host, and the batch sizes of packed sequences, which
-    have to stay there, did not."""
+    """A bug: tensors in objects of a user's class and in masks stayed on the host, and the batch sizes of packed
+    sequences, which have to stay there, did not."""
     make, draw = KINDS[kind]
     plain = make().double()
     model = pipelined(copy.deepcopy(plain), MicroBatches([draw(2), draw(3)]), devices=devices(3), balance="parameters")
@@ -256,3 +286,9 @@ def test_weights_that_contradict_each_other_are_refused(devices: Devices) -> Non
     counted = pipelined(Optional().double(), MicroBatches([x_and(), x_and()]), devices=devices(2))
     with pytest.raises(ValueError, match="num_items_in_batch is in some of the MicroBatches only"):
         counted.step(MicroBatches([x_and(), x_and(num_items_in_batch=4)]))
+
+
+def test_what_pins_or_moves_batches_leaves_a_window_alone() -> None:
+    """A bug: a DataLoader that pins memory took it for a list, and made another of it without the weights."""
+    window = MicroBatches([torch.zeros(2), torch.zeros(3)], weights=[1, 2])
+    assert pin_memory.pin_memory(window) is window

@@ -399,7 +399,8 @@ def window_of(arguments: Arguments) -> MicroBatches | None:
     if len(values) > 1 or arguments.kwargs:
         raise TypeError(
             "MicroBatches must be the only argument, and each of them all arguments of a micro-batch: a tuple of "
-            "positional ones, a dict of keyword ones, or (tuple, dict)"
+            "positional ones, a dict of keyword ones, or (tuple, dict); give a step the targets of loss_fn by name, "
+            "target=MicroBatches([...])"
         )
     return windows[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 __all__ = ["MicroBatches", "refuse_strided_nested", "to_floats"]
 
 
-class MicroBatches(Sequence[Any]):
+# No Sequence: what moves and pins batches, such as a DataLoader, would make another of it without the weights.
+class MicroBatches:
     """Mark a list of batches that are the micro-batches of one mini-batch, such as a window of accumulation. ::
 
         model = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), balance=[1, 1])
@@ -52,13 +53,7 @@ class MicroBatches(Sequence[Any]):
             if not all([0 <= weight < math.inf for weight in self.weights]) or not sum(self.weights):
                 raise ValueError(f"weights must be 0 or more, and not all 0, but are {self.weights}")
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int) -> Any:
         return self.batches[index]
 
     def __len__(self) -> int:

@@ -36,6 +36,9 @@ __all__ = [
 
 _PLAIN = (int, float, str, bool, type(None))
 
+#: Where PyTorch has the masks of FlexAttention, which hold their tensors as plain objects do.
+_OF_MASKS = "torch.nn.attention.flex_attention"
+
 
 class Container(NamedTuple):
     """A value that holds other values.
@@ -295,7 +298,8 @@ def _is_kind_of_cache(kind: Any) -> bool:
 def _is_plain_object(kind: Any) -> bool:
     """Return whether instances of a class are mere holders of attributes, so that a copy does the same."""
     others = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.ModuleType, BaseException)
-    return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
+    is_of_torch = kind.__module__.partition(".")[0] in ("builtins", "torch", "_thread")
+    return not issubclass(kind, others) and (not is_of_torch or kind.__module__ == _OF_MASKS)
 
 
 def copy_without_graph(tensor: Tensor) -> Tensor:
