@@ -152,6 +152,26 @@ def test_inputs_in_an_object_of_the_users_class_get_gradients(devices: Devices) 
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+class Labelled(nn.Module):
+    """Classifies rows of a batch of the user's own class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+    def forward(self, batch: Graphs) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch.x), batch.edges)
+
+
+def test_labels_in_an_object_weigh_as_labels_elsewhere(devices: Devices) -> None:
+    """A bug: they were not found, so each micro-batch weighed the same."""
+    x, labels = torch.randn(6, WIDTH, dtype=torch.float64), torch.tensor([0, 1, -100, 2, -100, -100])
+    plain = Labelled().double()
+    window = [(Graphs(x[rows], labels[rows]),) for rows in (slice(1), slice(1, 4), slice(4, 6))]
+    model = pipelined(copy.deepcopy(plain), MicroBatches([window[1], window[0]]), devices=devices(2))
+    torch.testing.assert_close(model.step(MicroBatches(window)), plain(Graphs(x, labels)).detach())
+
+
 def test_a_model_may_change_its_input_in_place(devices: Devices) -> None:
     """A bug: the proof refused it, because each of its runs began with what the run before had left."""
 

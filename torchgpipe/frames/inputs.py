@@ -207,7 +207,7 @@ class Splitter:
 
     def tensors(self, arguments: Arguments) -> dict[str, Tensor]:
         """Return the tensors among arguments by their paths."""
-        return dict(each(self.names(arguments)))
+        return dict(each(self.names(arguments), objects=True))
 
     def rows_of(self, arguments: Arguments) -> int:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
@@ -407,7 +407,7 @@ def window_of(arguments: Arguments) -> MicroBatches | None:
 
 def _rows(arguments: Arguments) -> int:
     """Return the rows of the first tensor that has any; 0 if none has."""
-    return next((tensor.size(0) for _, tensor in each(tuple(arguments)) if tensor.dim()), 0)
+    return next((tensor.size(0) for _, tensor in each(tuple(arguments), objects=True) if tensor.dim()), 0)
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -210,7 +210,7 @@ class MiniBatch:
         streams, first = self._columns.streams, self._columns.devices[0]
         self._callers = [
             (weakref.ref(tensor), versions([tensor])[0])
-            for _, tensor in each(inputs)
+            for _, tensor in each(inputs, objects=True)
             if (device := streams.device_of(tensor)) is None or not streams.moves(device, first)
         ]
 

@@ -229,18 +229,25 @@ def copied(value: Any, *, objects: bool = True) -> Any:
     return opened.rebuilt([copied(item, objects=objects) for item in opened.items])
 
 
-def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a value and everything in its containers, with their paths; that of the value itself is ``path``."""
+def walk(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield a value and everything in its containers, with their paths; that of the value itself is ``path``.
+
+    Args:
+        value: a value
+        path: its path
+        objects: whether to look into plain objects of the user's classes, too
+    """
     yield path, value
-    opened = container(value)
+    opened = container(value, objects=objects)
     if opened is not None:
+        objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
         for name, item in zip(opened.names, opened.items):
-            yield from walk(item, dotted(path, name))
+            yield from walk(item, dotted(path, name), objects=objects)
 
 
-def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def each(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``; 'value' for the value itself."""
-    for where, item in walk(value, path):
+    for where, item in walk(value, path, objects=objects):
         if isinstance(item, Tensor):
             yield where or "value", item
 
