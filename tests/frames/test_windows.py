@@ -208,6 +208,29 @@ def test_nested_tensors_pass_if_they_are_jagged(devices: Devices) -> None:
         GPipe(layers, [1, 1], devices=devices(2))(strided)
 
 
+@pytest.mark.parametrize("schedule", ["ZeroBubble", "V-Half"])
+def test_what_cannot_be_split_waits_for_what_earlier_micro_batches_have_left(schedule: str) -> None:
+    """A bug: a micro-batch that uses a weight once left its gradient for later, behind that of the next, which used it
+    twice and could leave nothing; so they were added in another order than in any loop."""
+
+    class ForEach(OverNested):
+        def forward(self, images: list[Tensor]) -> Tensor:
+            for layer in self.layers:
+                images = [layer(image).tanh() for image in images]
+            return torch.cat(images).square().mean()
+
+    plain = ForEach().double()
+    window = [(sequences(count),) for count in (1, 3, 1, 1, 2, 1, 4)]
+    places = ["cpu:0", "cpu:1"] if schedule == "ZeroBubble" else ["cpu:0", "cpu:1", "cpu:1", "cpu:0"]
+    model = pipelined(copy.deepcopy(plain), MicroBatches(window[:2]), devices=places, schedule=schedule)  # type: ignore[arg-type]
+    model.step(MicroBatches(window, weights=[1] * len(window)))
+    for batch in window:
+        loss = plain(*batch)
+        loss.backward(torch.full_like(loss, 1 / len(window)))
+    for name, grad in gradients(plain).items():
+        assert torch.equal(gradients(model)[name], grad), name  # type: ignore[arg-type]
+
+
 @pytest.mark.late
 def test_a_gpipe_says_what_takes_packed_sequences_on_accelerators() -> None:
     """All tensors of a value go to the device of a partition, and one of a packed sequence must not."""

@@ -81,6 +81,7 @@ class CutGraph:
         told: Told,
         *,
         split: bool = False,
+        settle: Callable[[], object] = lambda: None,
         keep_graph: bool = False,
     ) -> list[Leaf]:
         """Differentiate the graph.
@@ -91,6 +92,7 @@ class CutGraph:
             sink: takes the gradients of the parameters
             told: tells the listener
             split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
+            settle: called before these are added although ``split`` asks to leave them
             keep_graph: whether the graph will be differentiated again
 
         Returns:
@@ -109,11 +111,18 @@ class CutGraph:
                     halves.differentiate_inputs(grads)
                 self._rest = halves.differentiate_weights
             else:
+                if split:
+                    settle()
                 with told("backward"):
                     sink(edges, grads, (self.leaf,) if count else (), keep_graph)
         finally:
             taken = self._entrance.close(outer)
         return [taken.get(k) for k in range(count)]
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a split `differentiate` has left anything."""
+        return self._rest is not None
 
     def differentiate_weights(self, told: Told) -> None:
         """Run what a split `differentiate` has left, if anything."""
