@@ -7,6 +7,7 @@ own forward comes to it; of a Sequential, `LayersCell` runs the layers, once or 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -94,7 +95,7 @@ class Cell:
             the graph is to be verified; else None
     """
 
-    __slots__ = ("_graph", "_known", "column", "exports", "i", "number", "sources", "span")
+    __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "number", "sources", "span")
 
     def __init__(self, i: int, column: Column, number: int) -> None:
         self.i, self.column, self.number = i, column, number
@@ -158,18 +159,30 @@ class Cell:
             self.exports, self._known = [], {}  # They would hold what only the first half of backward needs.
         if not pairs or self._graph is None:
             return []
-        return self._graph.differentiate(
+        result = self._graph.differentiate(
             [edge for edge, _ in pairs],
             [grad for _, grad in pairs],
             self.column.sink,
             self.told,
             split=split and self.column.splits,
+            settle=self._settle,
             keep_graph=keep_graph,
         )
+        if self._graph.has_rest:
+            self.column.left.append(weakref.ref(self))
+        return result
+
+    def _settle(self) -> None:
+        """Run what earlier micro-batches have left in this column, so that gradients are added in their order."""
+        for ref in [*self.column.left]:
+            cell = ref()
+            if cell is not None:
+                cell.differentiate_weights()
 
     def differentiate_weights(self) -> None:
         """Run what a split `differentiate` has left, if anything."""
-        if self._graph is not None:
+        if self._graph is not None and self._graph.has_rest:
+            self.column.left.remove(weakref.ref(self))
             self._graph.differentiate_weights(self.told)
 
     def leaves(self) -> Iterator[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +31,7 @@ class Column:
 
     Attributes:
         j, stream, m, listener, splits: see above
+        left: the cells whose split backward has left something, in its order; weakly, as a step may fail in between
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Column:
     ) -> None:
         self.j, self._where, self.stream, self.m = j, where, stream, m
         self.listener, self.splits = listener, splits
+        self.left: list[weakref.ref[Any]] = []
 
     @property
     def where(self) -> str:

@@ -210,7 +210,7 @@ class MiniBatch:
         streams, first = self._columns.streams, self._columns.devices[0]
         self._callers = [
             (weakref.ref(tensor), versions([tensor])[0])
-            for _, tensor in each(inputs)
+            for _, tensor in each(inputs, objects=True)
             if (device := streams.device_of(tensor)) is None or not streams.moves(device, first)
         ]
 
@@ -312,8 +312,8 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, j: int) -> Iterator[None]:
         """See `ProgramFront.differentiating`."""
-        visitor = visiting(RecomputationVisitor(self._shared, j)) if self._threads is not None else nullcontext()
-        with self.random_numbers.backward(self._columns.devices[j]), visitor:
+        visitor = RecomputationVisitor(self._shared, j)
+        with self.random_numbers.backward(self._columns.devices[j]), visiting(visitor):
             yield
 
     def _where(self, i: int, j: int) -> str:

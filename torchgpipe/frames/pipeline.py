@@ -342,14 +342,20 @@ class Pipeline:
             actions,
             backward=backward,
             splits=not recomputes,
-            verified=self._to_verify(inputs[0], modes, backward=backward),
+            verified=self._to_verify(inputs if batch.given else inputs[:1], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
         )
 
-    def _to_verify(self, part: Arguments, modes: Any, *, backward: bool) -> Callable[[], None] | None:
-        """Return what notes that such a mini-batch is verified; None if one was before."""
-        names = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, modes, len(part.args), names
+    def _to_verify(self, parts: Sequence[Arguments], modes: Any, *, backward: bool) -> Callable[[], None] | None:
+        """Return what notes that such a mini-batch is verified; None if one was before.
+
+        Args:
+            parts: the arguments of micro-batches, which may take different ways through the model
+            modes: the modes of its modules
+            backward: whether backward follows
+        """
+        given = [(len(args), *[name for name, value in kwargs.items() if value is not None]) for args, kwargs in parts]
+        key = backward, self._structure, modes, frozenset(given)
         return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -462,6 +468,7 @@ class Pipeline:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
         numbers = NumbersOfProof()
+        batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(
             batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience
         )

@@ -96,7 +96,8 @@ def pipelined(
     Args:
         module: the model; its parameters are moved to their devices
         sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict); or
-            :class:`MicroBatches`, best two that differ: then mini-batches are never split
+            :class:`MicroBatches`, best two that differ: then mini-batches are never split, and the first shows what the
+            model calls
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does; without use where
             the sample is :class:`MicroBatches`
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
@@ -226,6 +227,8 @@ def _pipelined(
         may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
     )
+    for batch in window or ():
+        settings.study.splitter.see(arguments_of(batch))
     if offload:
         verify_fits(_sizes(module, settings), slots)
     verify_fitting(settings, schedule)

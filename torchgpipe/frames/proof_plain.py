@@ -178,7 +178,10 @@ class PlainSide(Proof, ABC):
         first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
         remedy = f"dimension 0 of '{batch}' is not the batch"
         remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
-        return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
+        return (
+            f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1, or whole batches as "
+            "micro-batches, in torchgpipe.MicroBatches([...])"
+        )
 
     def _decisions(self) -> str:
         return f"by the sample: {self._settings.study.splitter.decisions()}"

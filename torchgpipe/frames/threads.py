@@ -66,6 +66,9 @@ class _Thread(threading.Thread):
         self._taken.put(work)
 
     def run(self) -> None:
+        # PyTorch tells OpenMP how many threads to use in this thread when it first needs to know, and a matrix product
+        # does not ask: as the first operation, it would take all cores, and round otherwise than in other threads.
+        torch.get_num_threads()
         # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
         torch.autocast_increment_nesting()
         while (work := self._taken.get()) is not None:
