@@ -55,7 +55,7 @@ quick: $(CLIENTS)
 # A pipeline is compared with the plain model in these.
 COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/test_models.py \
 	cell/test_checkpoint.py gpipe \
-	compat/test_pipe.py test_docs.py practice/test_modes.py practice/test_taken_apart.py)
+	compat/test_pipe.py test_docs.py practice/test_modes.py)
 
 rounding: $(CLIENTS)
 	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)

@@ -120,31 +120,6 @@ def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe
         torch.testing.assert_close(grads, expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.timeout(60)
-def test_an_exception_does_not_hang(pipe: Pipe, checkpoint: str) -> None:
-    """A partition that had failed did not report that it was done with the next micro-batch.
-
-    So with at least three partitions and three micro-batches, the partition before it waited forever.
-    """
-    fails = Apply(lambda x: [][0])
-    model = pipe(nn.Sequential(nn.Tanh(), nn.Tanh(), fails), [1, 1, 1], chunks=3, checkpoint=checkpoint)
-    with pytest.raises(IndexError):
-        model(torch.rand(3, requires_grad=True))
-
-
-def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
-    """Recomputation drew other random numbers than forward, because partitions drew from one generator concurrently.
-
-    Then an element whose output was dropped got a gradient. Many dropouts in a row make this visible.
-    """
-    layers = nn.Sequential(*[nn.Sequential(*[nn.Dropout(0.005) for _ in range(20)]) for _ in range(2)])
-    x = torch.rand(10, 10, requires_grad=True)
-    y = pipe(layers, [1, 1], chunks=10, checkpoint=checkpoint)(x)
-    y.norm().backward()
-    assert not y.all(), "some elements were dropped"
-    assert torch.equal(y.bool(), x.grad.bool())
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> None:

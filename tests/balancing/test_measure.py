@@ -411,20 +411,6 @@ def test_skips_need_gradient_as_at_their_stash(function: Callable[[Tensor], Any]
     assert seen == {expected}
 
 
-def test_skips_are_cut_off() -> None:
-    """Backward of the popping layer must not reach the stashing layer, whose graph is freed."""
-    gradients: list[Tensor] = []
-
-    def watched(input: Tensor) -> Tensor:
-        output = input.exp()
-        if output.requires_grad:
-            output.register_hook(gradients.append)  # type: ignore[no-untyped-call]
-        return output
-
-    quick(made(Stash(watched), Pop(torch.mul)), leaf(4))
-    assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once per backward
-
-
 def test_skips_leave_nothing_in_the_thread() -> None:
     tracker = current_skip_tracker()
     quick(made(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), torch.rand(4))
@@ -486,12 +472,6 @@ def test_mistakes(module: Any, sample: Any, timeout: float, kind: type[Exception
 
 
 # -- Devices --
-
-
-def test_default_device() -> None:
-    measured = quick(nn.Sequential(nn.Linear(3, 4)), torch.rand(2, 3), device=None)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    assert torch.device(measured.device).type == (accelerator.type if accelerator else "cpu")
 
 
 @needs_accelerator

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import plan, plan_models, schedules
+from benchmarks import plan, schedules
 from benchmarks.cost import ideal_speed_up
 from benchmarks.peers import Request
 from benchmarks.placement import placed
 from benchmarks.pytorch_pipelines import answer as pytorch_answer
-from benchmarks.records import spread, table_of
+from benchmarks.records import spread
 from benchmarks.schedules import NAMES, WAYS
 from benchmarks.tasks import TASKS, inputs
 from benchmarks.training_speed import experiments, summary, targets
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.slow
 def request(model: str, devices: list[str], balance: list[int] | None = None) -> Request:
     about = {"size": "small", "model": model, "batch": 4, "m": 2, "mode": "except_last"}
     return {**about, "devices": devices, "balance": balance, "warm_up": 0, "steps": 1}
-
-
-def test_a_table_takes_keys_formats_spreads_and_functions() -> None:
-    row = {"n": 2, "seconds": 0.12345, "ratio": spread([1.0, 2.0, 4.0]), "empty": None}
-    columns: Any = {"n": "n", "s": "seconds:.2f", "over": "ratio:1", "none": "empty", "twice": lambda row: 2 * row["n"]}
-    line = table_of([row], columns).splitlines()[-1]
-    assert [cell.strip() for cell in line.strip("|").split("|")] == ["2", "0.12", "2.0 (1.0-4.0)", "-", "4"]
-    assert table_of([], columns) == ""
 
 
 def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
@@ -123,15 +115,6 @@ def test_targets_are_held_against_the_limit_and_the_original() -> None:
 
 
 # ---- Plans.
-
-
-@pytest.mark.parametrize("family", plan_models.FAMILIES)
-def test_a_seed_makes_the_same_model(family: str) -> None:
-    first, second = (plan_models.plan_model(family, 3) for _ in range(2))
-    assert str(first.model) == str(second.model)
-    assert first.batch == second.batch
-    assert all(map(torch.equal, first.model.parameters(), second.model.parameters()))
-    assert plan_models.mean_of_squares(first.model(first.sample)).isfinite()
 
 
 def test_aims_name_the_models_that_are_far_off() -> None:

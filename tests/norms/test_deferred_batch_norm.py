@@ -220,18 +220,6 @@ def test_a_pipeline_inside_a_pipeline(pipe: Pipe, checkpoint: str) -> None:
     assert_same_statistics(model, whole)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # raised by the compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["workers"], indirect=True)
-def test_compiled(pipe: Pipe) -> None:
-    model, whole = deferred(pipe, "never", scaling(), nn.BatchNorm1d(3), chunks=2)
-    model[1].compile(backend="eager")
-    for k in range(2):
-        model(data(6, 3, seed=k))
-        track_whole(whole, data(6, 3, seed=k), 2)
-    assert_same_statistics(model, whole)
-
-
 # Without a pipeline
 
 

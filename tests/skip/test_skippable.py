@@ -162,6 +162,7 @@ def test_isolate() -> None:
     """All declared names or some can be isolated, of the layer and not of its class, copies or inner layers; the last
     call counts; the layer itself is returned."""
     alice, bob = Namespace(), Namespace()
+    assert copy.copy(alice) == alice != bob and sorted([alice, bob]) == sorted([bob, alice])
     layer: Any = Layer(2)
     assert [layer.skip_key(name) for name in "abc"] == [(None, "a"), (None, "b"), (None, "c")]
     assert layer.isolate(alice) is layer
