@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -118,37 +115,6 @@ def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe
             model(x).mean().backward()
         grads = {name: parameter.grad for name, parameter in layers.named_parameters()}
         torch.testing.assert_close(grads, expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.slow
-def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> None:
-    """Worker threads that wait for the next mini-batch exist while the loader forks.
-
-    Python warns about this, and a process forked this way may deadlock. The script runs in its own process, because
-    other tests may have left threads of PyTorch in this one.
-    """
-    script = """
-        import threading
-        import torch
-        from torch import nn
-        from torch.utils.data import DataLoader
-        from torchgpipe import GPipe
-
-        torch.set_num_threads(1)
-        model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
-        loader = DataLoader(list(torch.randn(8, 2)), batch_size=4, num_workers=1, multiprocessing_context="fork")
-        for epoch in range(2):
-            for x in loader:
-                before = threading.active_count()
-                model(x).sum().backward()
-                assert threading.active_count() == before
-        print("done")
-    """
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
-    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
 
 
 def gpipe_of_two(layers: nn.Sequential) -> nn.Module:

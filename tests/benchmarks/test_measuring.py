@@ -10,13 +10,12 @@ import torch
 from benchmarks import plan, schedules
 from benchmarks.cost import ideal_speed_up
 from benchmarks.peers import Request
-from benchmarks.placement import placed
 from benchmarks.pytorch_pipelines import answer as pytorch_answer
 from benchmarks.records import spread
 from benchmarks.schedules import NAMES, WAYS
 from benchmarks.tasks import TASKS, inputs
-from benchmarks.training_speed import experiments, summary, targets
-from benchmarks.training_steps import runner, train
+from benchmarks.training_speed import targets
+from benchmarks.training_steps import runner
 from tests.benchmarks.test_benchmarks import Silent
 
 pytestmark = pytest.mark.slow
@@ -35,11 +34,6 @@ def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
     assert ideal_speed_up(1, 8, "always", forward=1 / 2) == 2 / 3  # a backward as long as one forward
     assert ideal_speed_up(1, 1, "except_last") == 1
     assert ideal_speed_up(2, 10**6, "never") == pytest.approx(2)
-
-
-def test_neighbours_share_a_device_where_there_are_too_few() -> None:
-    assert placed(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
-    assert placed(["cpu"], 2) == ["cpu", "cpu"]
 
 
 # ---- Memory.
@@ -71,23 +65,6 @@ def test_every_way_computes_the_same(model: str) -> None:
     with torch.no_grad():
         plain, ours = (runner(peer, module, asked)(x) for peer in ("plain", "ours"))
     torch.testing.assert_close(ours, plain)
-
-
-def test_a_run_is_timed_and_summed_up() -> None:
-    size = len(TASKS["small"]["gpt"].make())
-    planned = list(experiments(["plain", "ours"], [2], ["except_last"]))
-    answers = [
-        *[{"plain": [train("plain", request("gpt", ["cpu"]))]}] * 2,
-        {"ours": [train("ours", request("gpt", ["cpu:0", "cpu:1"], [size - 3, 3]))]},
-    ]
-    naive, _, piped = summary("gpt", 4, 2, {2: [size - 3, 3]}, planned, answers)
-    assert naive["plain"]["speed-up"]["median"] == 1
-    seconds = [row[peer]["seconds"][0] for row, peer in ((naive, "plain"), (piped, "ours"))]
-    assert piped["ours"]["throughput"]["median"] == pytest.approx(4 / seconds[1])
-    assert piped["ours"]["speed-up"]["median"] == pytest.approx(seconds[0] / seconds[1])
-    answer = answers[1]["plain"][0]
-    share = answer["forward"][0] / answer["seconds"][0]
-    assert piped["ideal"] == pytest.approx(ideal_speed_up(2, 2, "except_last", share))
 
 
 def test_targets_are_held_against_the_limit_and_the_original() -> None:
