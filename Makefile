@@ -53,8 +53,7 @@ quick: $(CLIENTS)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
 
 # A pipeline is compared with the plain model in these.
-COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/test_models.py \
-	cell/test_checkpoint.py gpipe \
+COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py cell/test_checkpoint.py gpipe \
 	compat/test_pipe.py test_docs.py practice/test_modes.py)
 
 rounding: $(CLIENTS)

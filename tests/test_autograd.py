@@ -273,6 +273,14 @@ def test_training_mode_that_was_left_and_entered_again_before_backward(model: GP
 # ----------------------------------------------------------------------------------------- without a backward
 
 
+def test_forward_mode_is_refused(devices: Devices) -> None:
+    """The pipeline would lose the tangents."""
+    model = GPipe(build(), BALANCE, devices=devices(3), chunks=CHUNKS, loss_fn=lambda output, _: output.mean())
+    for run in (model, model.step):
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="lose the tangents; use the pl"):
+            run(batch())
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_no_autograd_function_without_gradients(

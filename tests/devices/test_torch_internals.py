@@ -57,6 +57,13 @@ def test_a_module_tells_that_it_was_compiled() -> None:
     assert internals.is_compiled(plain) and not internals.uses_cuda_graphs(plain)
 
 
+def test_whether_an_error_is_of_the_compiler() -> None:
+    """Its errors do not say what a pipeline has to do with them."""
+    with pytest.raises(Exception) as raised:
+        torch.compile(lambda x: x.sin() if x.sum() > 0 else x, backend="eager", fullgraph=True)(torch.ones(2))
+    assert internals.is_of_compiler(raised.value) and not internals.is_of_compiler(RuntimeError())
+
+
 FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in sorted((ROOT / package).rglob("*.py"))]
 
 #: Names of modules that cannot change quietly, because modules outside PyTorch read and override them.
