@@ -385,6 +385,20 @@ def test_skips_need_gradient_as_at_their_stash(stashed: Callable[[Tensor], Any])
     assert not any(skip is not None and skip.requires_grad for skip in seen)
 
 
+def test_skips_are_cut_off() -> None:
+    """Backward of the popping layer must not reach the stashing layer, whose graph is freed."""
+    gradients: list[Tensor] = []
+
+    def watched(input: Tensor) -> Tensor:
+        output = input.exp()
+        if output.requires_grad:
+            output.register_hook(gradients.append)  # type: ignore[no-untyped-call]
+        return output
+
+    quick(made(Stash(watched), Pop(torch.mul)), leaf(4))
+    assert [gradient.tolist() for gradient in gradients] == [[1.0] * 4] * 2  # once per backward
+
+
 def test_skips_leave_nothing_in_the_thread() -> None:
     tracker = current_skip_tracker()
     quick(made(Stash(torch.exp), nn.Tanh(), Pop(torch.mul)), torch.rand(4))

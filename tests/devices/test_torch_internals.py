@@ -28,17 +28,6 @@ def test_tensors_are_added_to_each_in_one_call() -> None:
     assert type(internals.add_each).__name__ == "builtin_function_or_method"
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
-def test_the_memory_of_sparse_tensors_and_within_transforms() -> None:
-    """The memory behind a tensor is known. Without that, a model that uses sparse ones or transforms is not watched."""
-    x = torch.eye(2)
-    for sparse in (x.to_sparse().coalesce(), x.to_sparse_csr()):
-        assert internals.memory_of(sparse).data_ptr() == sparse.values().data_ptr()
-    seen: list[int] = []
-    torch.func.vmap(lambda row: seen.append(internals.memory_of(row).data_ptr()) or row)(x)
-    assert [*seen, internals.memory_of(x).data_ptr()] == [x.data_ptr()] * 2
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
 def test_a_module_tells_that_it_was_compiled() -> None:
     """Compilers leave marks. Without that, code that cannot stop runs in a step, or CUDA graphs in threads that end."""
