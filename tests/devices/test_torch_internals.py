@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,24 @@ def test_tensors_are_added_to_each_in_one_call() -> None:
     internals.add_each(sums, [torch.full((2,), 2.0), torch.ones(3)])
     assert [one.tolist() for one in sums] == [[3, 3], [1, 1, 1]]
     assert type(internals.add_each).__name__ == "builtin_function_or_method"
+
+
+def test_operations_are_seen_below_autograd() -> None:
+    """An operation tells what it writes to. Without that, a weight in host memory loses what a forward changes."""
+    seen: list[list[Any]] = []
+
+    class Note(internals.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(internals.written(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    x, y = torch.ones(2), torch.ones(2)
+    with Note():
+        x + y
+        x.add_(y)
+        torch.add(x, y, out=y)
+    assert [len(own) for own in seen] == [0, 1, 1]
+    assert seen[1][0] is x and seen[2][0] is y
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
