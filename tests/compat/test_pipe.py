@@ -119,12 +119,8 @@ X, Y = torch.randint(9, (4, 3)).float(), torch.randint(9, (4, 3)).float()
 ARGUMENTS: list[tuple[list[nn.Module], tuple[Any, ...]]] = [
     ([*pair(), Apply(lambda x: [x, x]), Apply(lambda pair: pair[0] + pair[1])], (X,)),
     (
-        [Apply(lambda x, n, options: (x.sin(), n + 1, options)), Apply(lambda x, n, options: n * x + options["scale"])],
-        (X, 5, {"scale": 2.0, "no": [None]}),
-    ),
-    (
-        [Apply(lambda x, pair: (x * pair[0], pair[1]["b"])), Apply(lambda x, b: x + b.sum())],
-        (X, (NoChunk(Y[0].clone()), {"b": NoChunk(Y.clone())})),
+        [Apply(lambda x, pair: (x * pair[0], pair[1])), Apply(lambda x, named: x * named["scale"] + named["b"].sum())],
+        (X, (NoChunk(Y[0].clone()), {"scale": 2.0, "no": [None], "b": NoChunk(Y.clone())})),
     ),
     (
         [Apply(lambda x, table: (x * table[:2].sum(), table)), Apply(lambda x, table: x + table[0])],

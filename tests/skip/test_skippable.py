@@ -316,15 +316,10 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
         doing(pop("skip"), pop("skip")),
         {"pop": ["skip"]},
         RuntimeError,
-        "^Mine pops 'skip', which no earlier layer has stashed, or which was popped already",
+        "^Mine pops 'skip', .* which was popped already",
     ),
     (caught, {"pop": ["skip"], "stash": ["next"]}, RuntimeError, r"done: pop\('skip'\)"),
-    (
-        doing(stash_list),
-        {"stash": ["skip"]},
-        TypeError,
-        "^Mine stashes 'skip', which is list, but only a tensor or None can",
-    ),
+    (doing(stash_list), {"stash": ["skip"]}, TypeError, "^Mine stashes 'skip', which is list, but only a tensor or"),
     (doing(lambda x: x), {"stash": ["skip"]}, TypeError, "^Mine yielded Tensor, but a skippable layer yields stash"),
     (doing(stash), {"stash": ["skip"]}, TypeError, "^Mine yielded type, but a skippable layer yields stash"),
 ]

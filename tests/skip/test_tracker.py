@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -12,24 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash, pair
-from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker
-
-
-def test_the_innermost_tracker_is_the_current_one_of_its_thread() -> None:
-    outermost = current_skip_tracker()
-    outer, inner = SkipTracker(), SkipTracker()
-    others: list[SkipTracker] = []
-    with outer:
-        with pytest.raises(ZeroDivisionError), inner:
-            assert current_skip_tracker() is inner
-            thread = threading.Thread(target=lambda: others.append(current_skip_tracker()))
-            thread.start()
-            thread.join()
-            raise ZeroDivisionError
-        assert current_skip_tracker() is outer
-    assert current_skip_tracker() is outermost
-    assert others[0] not in (outermost, outer, inner)
-
 
 # A plain model that fails between a stash and its pop. The thread's tracker is not notified.
 
