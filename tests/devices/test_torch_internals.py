@@ -6,6 +6,7 @@ Whatever else is in the file of these names, tests of what needs it fail without
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,14 @@ def test_a_module_tells_that_it_was_compiled() -> None:
     assert internals.runs_compiled(torch.compile(plain.forward)) and not internals.runs_compiled(plain.forward)
     plain.compile(backend="eager")
     assert internals.is_compiled(plain) and not internals.uses_cuda_graphs(plain)
+
+
+def test_the_frame_of_a_thread() -> None:
+    """An error could not name the line that a micro-batch waits in."""
+    frame: Any = internals.frame_of(threading.get_ident())
+    while frame.f_code.co_name != "test_the_frame_of_a_thread":
+        frame = frame.f_back
+    assert frame.f_globals["__name__"] == __name__
 
 
 def test_whether_an_error_is_of_the_compiler() -> None:

@@ -124,10 +124,5 @@ def test_real_tensors_beside_those_on_the_meta_device_keep_their_values() -> Non
         def reset_parameters(self) -> None:
             nn.init.ones_(self.weight)
 
-    try:
-        model = GPipe(nn.Sequential(Table()), [1], devices=["cpu"])
-    except ValueError as error:
-        assert "meta device" in str(error)
-    else:
-        assert torch.equal(model[0].table, torch.arange(64.0))
-        assert torch.equal(model[0].weight, torch.ones(2))
+    model = GPipe(nn.Sequential(Table()), [1], devices=["cpu"])
+    assert torch.equal(model[0].table, torch.arange(64.0)) and torch.equal(model[0].weight, torch.ones(2))
