@@ -31,30 +31,18 @@ def isolated(layer: Any) -> nn.Module:
 
 #: For each fault, a model and the message, with the next move at its end.
 FAULTS: dict[str, tuple[nn.Sequential, list[str]]] = {
-    "never popped": (
-        nn.Sequential(nn.Identity(), Stash()),
-        ["no module declared 'skip' .* by '1' .*pop it in a later"],
-    ),
-    "never stashed": (
-        nn.Sequential(nn.Identity(), Pop()),
-        ["'1' declared 'skip' as poppable .*stash it in an earlier"],
-    ),
-    "popped before it is stashed": (
+    "never popped": (nn.Sequential(Stash()), ["no module declared 'skip' .* by '0' .*pop it in a later layer"]),
+    "never stashed": (nn.Sequential(Pop()), ["'0' declared 'skip' as poppable .*stash it in an earlier layer"]),
+    "popped before": (
         nn.Sequential(Pop(), Stash()),
-        ["'0' declared 'skip' as poppable .* '1' stashes it only afterwards; change their order"],
+        ["'0' declared .* '1' stashes it only afterwards; change their order"],
     ),
     "stashed twice": (
         nn.Sequential(Stash(), Stash(), Pop()),
         [r"'1' redeclared 'skip' as stashable .*, after '0'; isolate each pair: layer\.isolate\(Namespace\(\)\)"],
     ),
-    "popped twice": (
-        nn.Sequential(Stash(), Pop(), Pop()),
-        ["'2' redeclared 'skip' as poppable .* or isolate each pair"],
-    ),
-    "stashed and popped by one layer": (
-        nn.Sequential(Both()),
-        [r"'0' declared .* both .*\(layer 0, Both\); use two names"],
-    ),
+    "popped twice": (nn.Sequential(Stash(), Pop(), Pop()), ["'2' redeclared 'skip' as poppable .* isolate each pair"]),
+    "both": (nn.Sequential(Both()), [r"'0' declared .* both .*\(layer 0, Both\); use two names"]),
     "in the order of layers, then what is never popped": (
         nn.Sequential(
             isolated(Stash()), StashTwo(), Pop(), nn.Sequential(nn.Identity(), nn.Sequential(isolated(Both())))
