@@ -162,7 +162,7 @@ def test_no_other_file_reaches_a_private_name_of_torch() -> None:
         if path != HOME
         for name in private_names_of_others(tree, ours)
     }
-    assert not found, f"give these names a plain one in {HOME.relative_to(ROOT)}, with a reason and a test: {found}"
+    assert not found, f"give these names a plain one in {HOME.relative_to(ROOT)}, with a reason: {found}"
 
 
 def test_each_name_is_used() -> None:
