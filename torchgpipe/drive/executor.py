@@ -101,6 +101,10 @@ class ProgramFront(Front, Protocol):
         """Whether to look at each operation on weights that live in host memory."""
 
 
+#: One for all cells, because making one takes as long as entering it.
+_nothing = nullcontext()
+
+
 class Executor:
     """Runs the actions of a program.
 
@@ -177,7 +181,7 @@ class Executor:
             if residence is not None:
                 residence.before(action)
             if kind == "F":
-                with nullcontext() if residence is None else residence.watching(j):
+                with _nothing if residence is None else residence.watching(j):
                     self._front.forward(i, j, recomputes=recomputes)
                 if self._aliases is not None:  # Autograd's `Wait` marks it otherwise.
                     mark_ready(self._front.leaving(j), i)
@@ -196,7 +200,7 @@ class Executor:
         kind, i, j = action
         front, aliases = cast(ProgramFront, self._front), self._aliases
         assert aliases is not None
-        watching = nullcontext() if self._residence is None else self._residence.watching(j)
+        watching = _nothing if self._residence is None else self._residence.watching(j)
         if kind == "R":
             with front.differentiating(j), watching:
                 front.recompute(i, j)
