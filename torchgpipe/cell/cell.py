@@ -69,8 +69,8 @@ class Export(Arrival):
     __slots__ = ("edge",)
 
     def __init__(self, edge: Edge | None, column: int) -> None:
-        super().__init__(column)
-        self.edge = edge
+        self.column, self.edge = column, edge
+        self._grads = []
 
 
 #: Where the gradient of what has entered a cell goes: the route back (None if the memory is shared), and what it

@@ -427,7 +427,7 @@ def forget_parametrizations() -> None:
     A weight that a run without a graph has computed cannot be differentiated in a run with one. Since 2.0. Without it,
     a checkpointed pipeline could not run within ``cached()``.
     """
-    if caches_parametrizations():
+    if parametrize._cache_enabled:
         parametrize._cache.clear()
 
 

@@ -82,6 +82,10 @@ class ProgramFront(Front, Protocol):
         """Whether to look at each operation on weights that live in host memory."""
 
 
+#: One for all cells, because making one takes as long as entering it.
+_nothing = nullcontext()
+
+
 class Executor:
     """Runs the actions of a program.
 
@@ -161,7 +165,7 @@ class Executor:
             if residence is not None:
                 residence.before(action)
             if kind == "F":
-                with nullcontext() if residence is None else residence.watching(j):
+                with _nothing if residence is None else residence.watching(j):
                     self._front.forward(i, j, recomputes=recomputes)
             else:
                 self._run_backward(action, keep_graph)
@@ -177,7 +181,7 @@ class Executor:
         """Run R, B, I or W."""
         kind, i, j = action
         front = cast(ProgramFront, self._front)
-        watching = nullcontext() if self._residence is None else self._residence.watching(j)
+        watching = _nothing if self._residence is None else self._residence.watching(j)
         if kind == "R":
             with watching:
                 front.recompute(i, j)
