@@ -11,7 +11,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.listener.listener import NO_MICRO_BATCH
+from torchgpipe.offload.aliases import OffloadedAliases
+from torchgpipe.offload.host_copies import HostCopies, HostCopy
 from torchgpipe.offload.host_memory import HostMemory
-from torchgpipe.offload.resting import Rested, Resting
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
 from torchgpipe.timeline.span import TRANSFERS
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.on_late
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_tensors_rest() -> Iterator[None]:
+def small_tensors_have_host_copies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostMemory, "least", 1)
         yield
@@ -195,7 +196,7 @@ def equal(ours: list[Any], theirs: list[Any]) -> bool:
 def is_empty(model: Any) -> bool:
     """Return whether no weights are on devices, and all parameters on the host."""
     memory = memory_of(model)
-    return not any(memory._there.values()) and {one.device.type for one in model.parameters()} == {"cpu"}
+    return not any(memory._present.values()) and {one.device.type for one in model.parameters()} == {"cpu"}
 
 
 def in_halves(m: int, places: list[int]) -> list[Program]:
@@ -381,18 +382,20 @@ def test_what_is_changed_in_place_on_its_way_on_host_memory_is_refused() -> None
 def test_what_was_fetched_and_is_not_needed_is_given_up_when_it_has_arrived() -> None:
     """A cell without a gradient needs nothing: what was on its way to it was given up while the copy was under way."""
     memory, device = HostMemory(2, None), torch.device("late:0")
-    stream, resting = memory.streams.current(device), Resting(memory, lambda _: False)
+    aliases = OffloadedAliases([], [device], memory.streams, nullcontext(), backward=True, host_memory=memory)
+    stream = memory.streams.current(device)
+    copies = HostCopies(aliases, [stream], [0], None)
     actions = [Action("F", i, 0) for i in range(8)] + [Action("B", i, 0) for i in range(8)]
-    resting.begin(actions, [stream], [0], None)
-    rested: Any = resting.rest(torch.ones(4096, device=device), actions[0], actions[8])
-    assert isinstance(rested, Rested)
+    copies.begin(actions)
+    kept: Any = copies.keep(torch.ones(4096, device=device), actions[0], actions[8])
+    assert isinstance(kept, HostCopy)
     for _ in range(2):
-        resting.leave(stream)
+        copies.evict(stream)
     with late.delays(5000):
-        resting.prefetch(actions[8])
-        del rested
-        resting.settle(actions[8], stream)
-    resting.end()
+        copies.prefetch(actions[8])
+        del kept
+        copies.discard(actions[8])
+    copies.end()
 
 
 @pytest.mark.late
@@ -509,7 +512,10 @@ def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
 class Events:
     """Counts uploads, downloads and layers, forward and backward, and fails at one of them."""
 
-    places = ((HostMemory, "fill"), (HostMemory, "bring_down"), (Rested, "__init__"), (Rested, "come"), (Rested, "get"))
+    places = (
+        (HostMemory, "fill"), (HostMemory, "download"), (HostCopy, "__init__"), (HostCopy, "prefetch"),
+        (HostCopy, "get"),
+    )  # fmt: skip
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count, self.fails_at = 0, -1

@@ -18,8 +18,8 @@ Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all action
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -33,10 +33,7 @@ from torchgpipe.drive.agenda import Agenda
 from torchgpipe.drive.workers import Task, run_in_workers
 from torchgpipe.gradients.aliases import Aliases, filling_aliases
 from torchgpipe.graph.function import unshare, without_gradient
-from torchgpipe.listener.listener import Listener
-from torchgpipe.offload.aliases import OffloadedAliases, resting_of
-from torchgpipe.offload.residence import Residence
-from torchgpipe.offload.resting import Rested, Resting
+from torchgpipe.offload.residence import RESIDENT, Residence
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
 from torchgpipe.transport.route import Route, copy_back, mark_ready, release, wait_back
@@ -88,18 +85,6 @@ class ProgramFront(Front, Protocol):
     def differentiating(self, j: int) -> AbstractContextManager[object]:
         """Surround a recomputation or a backward in column ``j``."""
 
-    @property
-    def partitions(self) -> Sequence[int]:
-        """For each column, its partition, whose weights come and go together."""
-
-    @property
-    def listener(self) -> Listener | None:
-        """The listener of the mini-batch, if there is one."""
-
-    @property
-    def watches(self) -> bool:
-        """Whether to look at each operation on weights that live in host memory."""
-
 
 class Executor:
     """Runs the actions of a program.
@@ -109,11 +94,19 @@ class Executor:
         ambient: the settings of the caller
         facts: what a note about memory is made from
         aliases: the aliases of the parameters; None if the program has no backward, which autograd drives
+        residence: which tensors are on their devices
     """
 
-    def __init__(self, front: Front, ambient: Ambient, facts: MiniBatchFacts, aliases: Aliases | None = None) -> None:
+    def __init__(
+        self,
+        front: Front,
+        ambient: Ambient,
+        facts: MiniBatchFacts,
+        aliases: Aliases | None = None,
+        residence: Residence = RESIDENT,
+    ) -> None:
         self._front, self._ambient, self._facts, self._aliases = front, ambient, facts, aliases
-        self._residence: Residence | None = None
+        self._residence = residence
 
     def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
         """Run actions, inline or in workers.
@@ -153,38 +146,31 @@ class Executor:
 
     @contextmanager
     def _resident(self, actions: Sequence[Action]) -> Iterator[None]:
-        """Let weights come and go in a ``with`` block, and wind up after an error."""
-        front: Any = self._front
-        if isinstance(self._aliases, OffloadedAliases):
-            self._residence = Residence(
-                self._aliases, front.streams, actions, front.partitions, front.listener, watches=front.watches
-            )
+        """Begin and end the residence of what actions need in a ``with`` block, and wind up after an error."""
+        self._residence.begin(actions)
         try:
             try:
                 yield
             except BaseException:
-                uninterrupted(front.cancel)
+                uninterrupted(self._front.cancel)
                 raise
         finally:
-            if self._residence is not None:
-                self._residence.end()
+            self._residence.end()
 
     def _run(self, action: Action, *, recomputes: bool, keep_graph: bool) -> None:
-        """Run one action. All of them pass here: what a partition needs on its device comes before, and goes after."""
+        """Run one action. All of them pass here, so the residence of what a partition needs is settled here."""
         kind, i, j = action
         residence = self._residence
         try:
-            if residence is not None:
-                residence.before(action)
+            residence.before(action)
             if kind == "F":
-                with nullcontext() if residence is None else residence.watching(j):
+                with residence.watched(lambda: j):
                     self._front.forward(i, j, recomputes=recomputes)
                 if self._aliases is not None:  # Autograd's `Wait` marks it otherwise.
                     mark_ready(self._front.leaving(j), i)
             else:
                 self._run_backward(action, keep_graph)
-            if residence is not None:
-                residence.after(action)
+            residence.after(action)
         except BaseException as error:
             if self._aliases is not None:  # Otherwise the column notes it, at backward, too.
                 place = Action(kind, i, self._front.place(j))
@@ -196,9 +182,9 @@ class Executor:
         kind, i, j = action
         front, aliases = cast(ProgramFront, self._front), self._aliases
         assert aliases is not None
-        watching = nullcontext() if self._residence is None else self._residence.watching(j)
+        watched = self._residence.watched(lambda: j)
         if kind == "R":
-            with front.differentiating(j), watching:
+            with front.differentiating(j), watched:
                 front.recompute(i, j)
             return
         # In this thread, and outside of autocast, as `loss.backward()` is.
@@ -207,7 +193,7 @@ class Executor:
             filling_aliases(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
-            watching,
+            watched,
         ):
             cell = front.cell(i, j, last=kind != "I" and not keep_graph)
             if cell is None:
@@ -222,23 +208,20 @@ class Executor:
                 grads = cell.differentiate(cell.arrived(), split=kind == "I", keep_graph=keep_graph)
             unshare(fresh)
             del cell  # With what only its graph needs.
-        self._return(action, sources, grads, resting_of(aliases))
+        self._return(action, sources, grads)
 
-    def _return(
-        self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf], resting: Resting | None
-    ) -> None:
+    def _return(self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf]) -> None:
         """Take gradients to the cells that they come from; those that take the same route go together."""
         i = action.i
         by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
         for (route, arrival), grad in zip(sources, grads):
             if grad is None:
                 continue
-            if resting is not None and arrival.column is not None:
-                rested = resting.rest(grad, action, Action("B", i, arrival.column))
-                if isinstance(rested, Rested):
-                    arrival.add(rested)
-                    continue
-            by_route.setdefault(route, []).append((arrival, grad))
+            kept = grad if arrival.column is None else self._residence.keep(grad, action, ("B", i, arrival.column))
+            if kept is grad:
+                by_route.setdefault(route, []).append((arrival, grad))
+            else:
+                arrival.add(kept)
         for route, pairs in by_route.items():
             together: Leaves = tuple([grad for _, grad in pairs])
             if route is not None:

@@ -22,7 +22,6 @@ from torchgpipe.devices.torch_internals import versions
 from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.transport.route import copy_forward, mark_ready
 
 __all__ = ["Crossing"]
@@ -64,7 +63,7 @@ class Crossing:
     @property
     def is_needed(self) -> bool:
         """Whether any tensor can need an import or a copy. If False, run the model without the mode."""
-        return bool(self._cells) or self._copies or isinstance(self._aliases, OffloadedAliases)
+        return bool(self._cells) or self._copies or not self._aliases.all_resident
 
     def mark_made(self, tensor: Tensor) -> None:
         """Mark what the model has made on the device of an earlier column as ready: its copy must wait for that."""
@@ -84,13 +83,12 @@ class Crossing:
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column."""
         aliases, column = self._aliases, self._frame.column
-        if not isinstance(aliases, OffloadedAliases):
-            return self._import(tensor)
-        alias = aliases.at(tensor, column)
-        if alias is None:
-            alias = self._import(tensor)
-            aliases.verify_present(alias, column, "the model")
-        return alias
+        alias = aliases.resident(tensor, column)
+        if alias is not None:
+            return alias
+        result = self._import(tensor)
+        aliases.verify_present(result, column, "the model")
+        return result
 
     def _import(self, tensor: Tensor) -> Tensor:
         frame = self._frame

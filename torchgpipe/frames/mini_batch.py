@@ -30,12 +30,10 @@ from torchgpipe.frames.columns import Shared
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments
-from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
 from torchgpipe.model.values import each
-from torchgpipe.offload.aliases import OffloadedAliases, resting_of
-from torchgpipe.offload.residence import watch
+from torchgpipe.offload.residence import residence_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
@@ -71,9 +69,6 @@ class MiniBatch:
 
     Attributes:
         aliases: the aliases of the model's parameters
-        watches: whether to look at each operation on weights that live in host memory
-        partitions: for each column, the number of what comes and goes together: each by itself
-        listener: the listener of the mini-batch, if there is one
         random_numbers: the random numbers
         crossed: what the first micro-batch has carried from partition to partition
     """
@@ -96,12 +91,12 @@ class MiniBatch:
         columns = self._columns = shared.columns
         self._shared, self.aliases, self.crossed = shared, shared.aliases, shared.crossed
         self._m, self._n = len(inputs), len(columns.devices)
-        self.partitions = range(self._n)
-        self.listener, self.streams = columns.listener, columns.computing
+        self.streams = columns.computing
         self.random_numbers = random_numbers
-        #: The aliases, if each operation on them is looked at.
-        self._watched = self.aliases if verified is not None and isinstance(self.aliases, OffloadedAliases) else None
-        self.watches = self._watched is not None
+        # Each column is a partition by itself.
+        self._residence = residence_of(
+            self.aliases, self.streams, range(self._n), columns.listener, watches=verified is not None
+        )
         self._verified = verified or (lambda: None)
         self._facts = facts
         self._model = model
@@ -129,7 +124,7 @@ class MiniBatch:
     # ------------------------------------------------------------------------------------------------- the program
 
     def _executor(self) -> Executor:
-        return Executor(self, self._ambient, self._facts, self.aliases)
+        return Executor(self, self._ambient, self._facts, self.aliases, self._residence)
 
     def run(self) -> None:
         """Run the whole program.
@@ -260,9 +255,7 @@ class MiniBatch:
         assert taken is not None
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
         del taken  # The model alone holds its arguments.
-        resting = resting_of(self.aliases)
-        rest = None if resting is None else FrameRest(frame, resting, self.streams, tuple(arguments[0]))
-        traveller = Traveller(frame, cells, self._shared, rest)
+        traveller = Traveller(frame, cells, self._shared, self._residence, tuple(arguments[0]))
 
         def model() -> Any:
             assert self._forward is not None
@@ -271,14 +264,11 @@ class MiniBatch:
 
         def finish(output: Any) -> None:
             assert self._finish is not None
-            if isinstance(self.aliases, OffloadedAliases):
-                where = f"micro-batch {i} of the model"
-                self.aliases.verify_returned([tensor for _, tensor in each(output)], where)
+            self.aliases.verify_returned((tensor for _, tensor in each(output)), f"micro-batch {i} of the model")
             self._finish(i, traveller.import_value(output), cells[-1].export if cells else None)
 
-        # In a thread of its own, a frame does not run in the modes of a worker.
-        watched = self._watched if self._threads is not None else None
-        with nullcontext() if watched is None else watch(watched, lambda: frame.column):
+        # Here, too: in a thread of its own, a frame does not run in the modes of a worker.
+        with self._residence.watched(lambda: frame.column):
             traveller.run(model, finish)
         for j, cell in enumerate(cells if self._verifies else []):
             cell.span = frame.span(j)

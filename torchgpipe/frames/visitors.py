@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.cell.cell import Cell
-from torchgpipe.devices.torch_internals import without_function_mode
+from torchgpipe.devices.torch_internals import storage_key, without_function_mode
 from torchgpipe.frames.columns import Columns, Shared
 from torchgpipe.frames.crossing import Crossing
 from torchgpipe.frames.door import Door, Owner, Visitor, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import Glue
 from torchgpipe.frames.operations import DIFFERENTIATES, OF_THE_ORIGINAL, changes_in_place
-from torchgpipe.frames.rest import FrameRest
+from torchgpipe.frames.recomputed import Keep
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
+from torchgpipe.offload.residence import Residence
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "Traveller", "unobserved", "visiting"]
 
@@ -41,17 +42,18 @@ class Traveller:
         frame: the frame
         cells: the cells of the frame, by column; empty if there is no backward
         shared: what all frames share
-        rest: what of the frame rests in host memory; None if nothing does
+        residence: which tensors are on their devices
+        arguments: the arguments of the model, whose memory is the caller's
 
     Attributes:
         frame: the frame
         owner: the identity of the pipeline
     """
 
-    def __init__(self, frame: Frame, cells: list[Cell], shared: Shared, rest: FrameRest | None) -> None:
+    def __init__(self, frame: Frame, cells: list[Cell], shared: Shared, residence: Residence, arguments: Any) -> None:
         self.frame, self.owner = frame, shared.owner
-        self._shared, self._columns, self._rest = shared, shared.columns, rest
-        self._keep = None if rest is None else rest.keep
+        self._shared, self._columns, self._residence = shared, shared.columns, residence
+        self._callers = {storage_key(tensor) for _, tensor in each(arguments)} if residence.has_copies else set()
         self._crossing = Crossing(frame, cells, shared)
         self._glue = Glue(frame, self._crossing, shared.columns)
         self._current_stream = ExitStack()
@@ -72,8 +74,6 @@ class Traveller:
                         self.go_to(last, "the end")
                     self.frame.begin_work()
                     finish(output)
-            if self._rest is not None:
-                self._rest.end()
             self._crossing.end()
 
     def import_value(self, value: Any) -> Any:
@@ -113,8 +113,7 @@ class Traveller:
             return self._shared.here(door, frame.column).call_module(args, kwargs)
         with self._without_glue():
             door = self._shared.here(door, frame.column)
-            rest = None if door.column == frame.column else self._rest
-            with nullcontext() if rest is None else rest.until(door.column, (args, kwargs)):
+            with self._evicted(door.column, (args, kwargs)):
                 self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if frame.column and self._crossing.is_needed:
@@ -131,6 +130,24 @@ class Traveller:
                 for _, tensor in each(output):
                     self._crossing.mark_made(tensor)
             return output
+
+    @property
+    def _keep(self) -> Keep | None:
+        """What returns what is kept of an argument until its module runs again; None if that is the argument."""
+        i, j, keep = self.frame.i, self.frame.column, self._residence.keep
+        if not self._residence.has_copies:
+            return None
+        # Cells share tensors without grad, such as masks.
+        return lambda tensor: keep(tensor, ("F", i, j), ("B", i, j)) if tensor.requires_grad else tensor
+
+    def _evicted(self, column: int, value: Any) -> AbstractContextManager[object]:
+        """Evict the tensors in ``value`` in a ``with`` block, in which the frame waits for the turn of ``column``.
+
+        The model passes them from one module to the next, and holds them. Their memory is not the caller's.
+        """
+        i, j = self.frame.i, self.frame.column
+        own = (tensor for _, tensor in each(value) if tensor.requires_grad and storage_key(tensor) not in self._callers)
+        return self._residence.evicted(own, ("F", i, j), ("F", i, column))
 
     @contextmanager
     def _without_glue(self) -> Iterator[None]:
