@@ -32,7 +32,7 @@ from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.offload.aliases import make_aliases
-from torchgpipe.offload.host_copies import Kept, resident, restored
+from torchgpipe.offload.host_copies import Half, Kept, resident, restored
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import residence_of
 from torchgpipe.replay.ambient import Ambient
@@ -112,9 +112,8 @@ def run_step(
                 for module in modules_of_view
                 for name, _ in module._parameters.items()
             ]
-            aliases = make_aliases(
-                slots, devices, mechanisms.streams, lock, host_memory, backward=backward, moves=False
-            )
+            streams = mechanisms.streams if offloads else None
+            aliases = make_aliases(slots, devices, streams, lock, host_memory, backward=backward)
 
         def work() -> Any:
             with aliases.installed():
@@ -280,7 +279,9 @@ class _MicroBatches:
 
     def _keep(self, leaves: Leaves, i: int, j: int, kind: Literal["F", "B"], until: int) -> list[Kept]:
         """Return what is kept of the leaves of cell (i, j) until an action of column ``until``."""
-        return [self.residence.keep(leaf, ("F", i, j), (kind, i, until)) for leaf in leaves]
+        now: Half = ("F", i, j)
+        then: Half = (kind, i, until)
+        return [self.residence.keep(leaf, now, then) for leaf in leaves]
 
     def recompute(self, i: int, j: int) -> None:
         """See `ProgramFront.recompute`.

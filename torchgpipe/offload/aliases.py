@@ -42,7 +42,7 @@ class OffloadedAliases(Aliases):
         self,
         slots: Iterable[Slot],
         devices: Sequence[torch.device],
-        streams: Streams,
+        streams: Streams | None,
         lock: AbstractContextManager[Any],
         *,
         backward: bool,
@@ -50,7 +50,7 @@ class OffloadedAliases(Aliases):
         host_memory: HostMemory,
     ) -> None:
         self.host_memory = host_memory
-        host_memory.streams = streams
+        host_memory.streams = streams or host_memory.streams
         #: By the key of the storage of an alias: its partition, and the name of its parameter, for errors.
         self._places: dict[int, tuple[int, str]] = {}
         self._names: dict[Tensor, str] = {}
@@ -135,11 +135,9 @@ class OffloadedAliases(Aliases):
         Raises:
             RuntimeError: it has changed one in place, and the change would be lost.
         """
-        aliases = self.of(j)
-        if any(versions(aliases)):
-            for alias in aliases:
-                if versions([alias]) != [0]:
-                    self.refuse_changed(alias)
+        for alias, version in zip(self.of(j), versions(self.of(j))):
+            if version:
+                self.refuse_changed(alias)
 
     def column_of(self, tensor: Tensor) -> int | None:
         """Return the partition of an alias, or of a view of it; None for other tensors."""
@@ -199,23 +197,15 @@ class OffloadedAliases(Aliases):
 def make_aliases(
     slots: Sequence[Slot],
     devices: Sequence[torch.device],
-    streams: Streams,
+    streams: Streams | None,
     lock: AbstractContextManager[Any],
     host_memory: HostMemory | None,
     *,
     backward: bool,
-    moves: bool = True,
     watched: bool = False,
 ) -> Aliases:
-    """Return the aliases of a mini-batch, in host memory or not.
-
-    Args:
-        slots: all slots of the model
-        devices, streams, lock, backward, watched: see `Aliases`
-        host_memory: transfers weights to devices, if they live in host memory
-        moves: whether a parameter may be on another device than its partition, if they do not
-    """
+    """Return the aliases of a mini-batch, given all slots of the model, in host memory or not; see `Aliases`."""
     if host_memory is None:
-        return Aliases(slots, devices, streams if moves else None, lock, backward=backward, watched=watched)
+        return Aliases(slots, devices, streams, lock, backward=backward, watched=watched)
     host_memory.keep_frozen(weights_of(slots), devices)
     return OffloadedAliases(slots, devices, streams, lock, backward=backward, watched=watched, host_memory=host_memory)

@@ -53,18 +53,18 @@ class HostCopy:
 
     Attributes:
         device: the device of that half
-        requires_grad: whether the tensor requires grad
     """
 
     def __init__(self, copies: HostCopies, tensor: Tensor, until: Half, *, frees: bool) -> None:
         self._copies, self._until, self._frees = copies, until, frees
-        self.device, self.requires_grad = copies.device_of(until), tensor.requires_grad
+        self.device, self._requires_grad = copies.device_of(until), tensor.requires_grad
         #: The tensor that was copied, until it is evicted.
         self._source: Tensor | None = tensor
         self._version = versions([tensor])
         #: What was uploaded, and the mark of its arrival.
         self._uploaded: Tensor | None = None
         self._arrived: Mark = None
+        self.note(tensor)
         leaving = copies.stream(tensor.device, "leaving")
         leaving.wait(copies.computing(tensor.device).mark())
         with leaving.use(), copies.told("download", until, leaving):
@@ -73,6 +73,18 @@ class HostCopy:
         if copies.cross_devices:  # The tensor may be the memory of another stream.
             leaving.record(tensor)
         self._downloaded = leaving.mark()
+
+    def note(self, tensor: Tensor) -> None:
+        """Note that a tensor has these values, which saves a second download."""
+        self._noted = weakref.ref(tensor), versions([tensor])
+        self._copies.by_memory[storage_key(tensor)] = self
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has the elements of the one that was noted, none of them changed in place since."""
+        noted, version = self._noted[0](), self._noted[1]
+        return (
+            noted is not None and _view(noted) == _view(tensor) and version == versions([noted]) == versions([tensor])
+        )
 
     def evict(self, computing: Stream) -> None:
         """Free the memory of the tensor that was copied, when the download is through.
@@ -98,6 +110,7 @@ class HostCopy:
             tensor.untyped_storage().resize_(tensor.nbytes)
             # `.data` has a version of its own, so a graph that has saved the tensor does not take this for a change.
             tensor.data.copy_(self.get())
+            self.note(tensor)
         else:  # From now on the model may change it in place, so the download must be through.
             self._copies.computing(self.device).wait(self._downloaded)
             self._source = None
@@ -125,10 +138,10 @@ class HostCopy:
         if source is None:
             self.prefetch()
             tensor = self._take_upload()
-            self._copies.note(tensor, self)
+            self.note(tensor)
         else:
             tensor = source.detach()
-        return tensor.requires_grad_(self.requires_grad)
+        return tensor.requires_grad_(self._requires_grad)
 
     def _take_upload(self) -> Tensor:
         tensor, arrived = self._uploaded, self._arrived
@@ -168,6 +181,7 @@ class HostCopies:
 
     Attributes:
         cross_devices: whether columns are on several devices
+        by_memory: the host copies by the keys of the storages of tensors that have their values
     """
 
     def __init__(
@@ -190,8 +204,7 @@ class HostCopies:
         self._needed: dict[Half, list[weakref.ref[HostCopy]]] = {}
         #: What has been prefetched for a half, which may turn out not to need it.
         self._prefetched: dict[Half, list[HostCopy]] = {}
-        #: By the key of its storage, a tensor with the values of a host copy, its version, and that host copy.
-        self._copied: dict[int, tuple[weakref.ref[Tensor], list[int], weakref.ref[HostCopy]]] = {}
+        self.by_memory = weakref.WeakValueDictionary[int, HostCopy]()
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Begin to run actions, which are in the order of time."""
@@ -211,13 +224,13 @@ class HostCopies:
         now, until = _half(now), _half(until)
         if tensor is None or self._numbers.get(until, 1 << 30) - self._numbers[now] < self._least_wait:
             return tensor
-        copy = None if frees else self._copy_of(tensor, self.device_of(until))
-        if copy is None:
-            if tensor.device != self.device_of(now) or not self._can_copy(tensor):
-                return tensor
+        if tensor.device != self.device_of(now) or not self._can_copy(tensor):
+            return tensor
+        # What a cell keeps for its own backward, it may have got from a host copy, and may keep several times.
+        copy = self.by_memory.get(storage_key(tensor)) if now[1:] == until[1:] else None
+        if copy is None or not copy.is_of(tensor):
             copy = HostCopy(self, tensor, until, frees=frees)
             self._downloads[tensor.device][-1].append(copy)
-            self.note(tensor, copy)
         self._needed.setdefault(until, []).append(weakref.ref(copy))
         return copy
 
@@ -248,25 +261,6 @@ class HostCopies:
                 for tensor, copy in evicted:
                     copy.restore(tensor)
 
-    def note(self, tensor: Tensor, copy: HostCopy) -> None:
-        """Note that a tensor has the values of a host copy, which saves a second download."""
-        self._copied[storage_key(tensor)] = weakref.ref(tensor), versions([tensor]), weakref.ref(copy)
-
-    def _copy_of(self, tensor: Tensor, device: torch.device) -> HostCopy | None:
-        """Return the host copy for a device of a tensor with these elements, none of them changed in place since."""
-        noted = self._copied.get(storage_key(tensor))
-        if noted is None:
-            return None
-        known, version, copy = noted[0](), noted[1], noted[2]()
-        is_copied = (
-            known is not None
-            and copy is not None
-            and _layout(known) == _layout(tensor)
-            and version == versions([known]) == versions([tensor])
-            and (copy.device, copy.requires_grad) == (device, tensor.requires_grad)
-        )
-        return copy if is_copied else None
-
     def _can_copy(self, tensor: Tensor) -> bool:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         # Others would come back with other strides, and kernels may sum in another order.
@@ -283,11 +277,11 @@ class HostCopies:
 
     def prefetch(self, action: Action) -> None:
         """Begin the uploads of what an action needs, on the stream that computes it, which is the current one."""
-        for ref in self._needed.get(_half(action), ()) if action.kind != "W" else ():
-            copy = ref()
-            if copy is not None:
+        if action.kind != "W":
+            copies = self._alive(_half(action))
+            self._prefetched.setdefault(_half(action), []).extend(copies)
+            for copy in copies:
                 copy.prefetch()
-                self._prefetched.setdefault(_half(action), []).append(copy)
 
     def discard(self, action: Action) -> None:
         """Free what was uploaded for an action that has not needed it."""
@@ -310,11 +304,13 @@ class HostCopies:
         for device in self._downloads:
             for way in ("leaving", "arriving"):
                 self.stream(device, way).synchronize()
-        for refs in self._needed.values():
-            for ref in refs:
-                copy = ref()
-                if copy is not None:
-                    copy.discard()
+        for half in self._needed:
+            for copy in self._alive(half):
+                copy.discard()
+        self._prefetched.clear()
+
+    def _alive(self, half: Half) -> list[HostCopy]:
+        return [copy for ref in self._needed.get(half, ()) if (copy := ref()) is not None]
 
     # -------------------------------------------------------------------------------------- what one host copy asks for
 
@@ -336,8 +332,10 @@ class HostCopies:
         return recorded(self._listener, kind, i, self._partitions[j], None, stream)
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride()
+def _view(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tensors have in common that are the same elements of the same memory."""
+    place = storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.requires_grad
 
 
 def _half(half: Half) -> Half:

@@ -200,24 +200,14 @@ class HostResidence(Residence):
         return _watched(self._aliases, column) if self._watches else _nothing
 
     def end(self) -> None:
-        errors: list[Exception] = []
+        uninterrupted(self._end)
 
-        def work() -> None:
-            try:
-                for j, stream in enumerate(self._streams):
-                    self._aliases.evict(j, stream)
-                for device in self._on:
-                    self._aliases.host_memory.synchronize(device)
-                self._copies.end()
-            except Exception as error:  # A device that has failed fails again.
-                errors.append(error)
-
-        uninterrupted(work)
-        if errors:
-            try:
-                raise errors.pop()
-            finally:
-                del errors
+    def _end(self) -> None:
+        for j, stream in enumerate(self._streams):
+            self._aliases.evict(j, stream)
+        for device in self._on:
+            self._aliases.host_memory.synchronize(device)
+        self._copies.end()
 
 
 def residence_of(
@@ -300,14 +290,11 @@ class _OnDemand(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)]
-        columns = {column for column in used if column is not None}
-        if columns:
-            with self._lock:
-                for j in sorted(columns):
-                    self._need(j, columns)
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        columns = {j for one in _tensors(args, kwargs) if (j := self._aliases.column_of(one)) is not None}
+        with self._lock if columns else _nothing:
+            for j in sorted(columns):
+                self._need(j, columns)
+            return func(*args, **kwargs)
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
