@@ -182,8 +182,8 @@ class _MicroBatches:
             listener=listener,
         )
         self.streams = [column.stream for column in self._columns]
-        partitions_of = [column.j for column in self._columns]
-        self.residence = residence_of(aliases, self.streams, partitions_of, listener, watches=watches)
+        places = [column.j for column in self._columns]
+        self.residence = residence_of(aliases, self.streams, places, listener, watches=watches)
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}

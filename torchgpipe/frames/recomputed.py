@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use, versions
 from torchgpipe.model.values import copied, each, mapped
-from torchgpipe.offload.host_copies import Kept, restored
+from torchgpipe.offload.host_copies import HostCopy, restored
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers, Run
@@ -31,7 +31,7 @@ __all__ = ["Keep", "recomputed"]
 
 
 #: What to keep of a tensor until the second run: the tensor, or its host copy.
-Keep = Callable[[Tensor], Kept]
+Keep = Callable[[Tensor], Tensor | HostCopy]
 
 
 def recomputed(
@@ -84,7 +84,7 @@ class _Runs:
         modules = list(module.modules())
         self._name, self._call, self._keep = name, call, keep
         #: What stands for arguments that have host copies, each with its host copy.
-        self._copies: dict[Tensor, Kept] = {}
+        self._copies: dict[Tensor, Tensor | HostCopy] = {}
         self._first: tuple[Any, Any] | None = (args, kwargs)
         # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
         self._args, self._kwargs = copied(args), copied(kwargs)
@@ -143,9 +143,7 @@ class _Runs:
         return stub
 
     def _restored(self, tensor: Tensor) -> Tensor:
-        result = restored(self._copies.get(tensor, tensor))
-        assert result is not None
-        return result
+        return restored(self._copies.get(tensor, tensor))
 
     def _exchanged(self, change: Callable[[Tensor], Tensor]) -> Any:
         # A module may ask whether two arguments are one, as attention does.

@@ -35,6 +35,7 @@ from torchgpipe.schedule.action import Kind as ActionKind
 __all__ = ["Half", "HostCopies", "HostCopy", "Kept", "resident", "restored"]
 
 T = TypeVar("T")
+L = TypeVar("L", bound=Leaf)
 
 #: A cell in one of its directions: any kind of action, the micro-batch, and the column. All kinds but F are backward.
 Half: TypeAlias = tuple[ActionKind, int, int]
@@ -212,7 +213,7 @@ class HostCopies:
         for number, action in enumerate(actions):
             self._numbers.setdefault(_half(action), number)
 
-    def keep(self, tensor: Leaf, now: Half, until: Half, *, frees: bool = False) -> Kept:
+    def keep(self, tensor: L, now: Half, until: Half, *, frees: bool = False) -> L | HostCopy:
         """Return the host copy of a tensor; the tensor itself if a copy does not pay.
 
         Args:

@@ -27,11 +27,10 @@ from torch import Tensor
 from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
-from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import NO_MICRO_BATCH, Heard, Kind, Listener, recorded
 from torchgpipe.offload.aliases import OffloadedAliases
-from torchgpipe.offload.host_copies import Half, HostCopies, Kept
+from torchgpipe.offload.host_copies import Half, HostCopies, HostCopy, L
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
 
@@ -69,7 +68,7 @@ class Residence:
         """
         return _nothing
 
-    def keep(self, tensor: Leaf, now: Half, until: Half) -> Kept:
+    def keep(self, tensor: L, now: Half, until: Half) -> L | HostCopy:
         """Return what is kept of a tensor; see `HostCopies.keep`."""
         return tensor
 
@@ -190,7 +189,7 @@ class HostResidence(Residence):
     def _heard(self, kind: Kind, partition: int) -> Heard:
         return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
 
-    def keep(self, tensor: Leaf, now: Half, until: Half) -> Kept:
+    def keep(self, tensor: L, now: Half, until: Half) -> L | HostCopy:
         return self._copies.keep(tensor, now, until)
 
     def evicted(self, tensors: Iterable[Tensor], now: Half, until: Half) -> AbstractContextManager[object]:
