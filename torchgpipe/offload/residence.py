@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,17 @@ from torch import Tensor
 from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
+from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import NO_MICRO_BATCH, Heard, Kind, Listener, recorded
 from torchgpipe.offload.aliases import OffloadedAliases
-from torchgpipe.offload.host_copies import Half, HostCopies, HostCopy, L
+from torchgpipe.offload.host_copies import Half, HostCopies, HostCopy
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
 
 __all__ = ["RESIDENT", "Residence", "on_demand", "residence_of"]
+
+L = TypeVar("L", bound=Leaf)
 
 _nothing = nullcontext()
 
