@@ -134,9 +134,9 @@ class Traveller:
     @property
     def _keep(self) -> Keep | None:
         """What returns what is kept of an argument until its module runs again; None if that is the argument."""
-        i, j, keep = self.frame.i, self.frame.column, self._residence.keep
         if not self._residence.has_copies:
             return None
+        i, j, keep = self.frame.i, self.frame.column, self._residence.keep
         # Cells share tensors without grad, such as masks.
         return lambda tensor: keep(tensor, ("F", i, j), ("B", i, j)) if tensor.requires_grad else tensor
 
