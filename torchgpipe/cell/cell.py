@@ -21,7 +21,7 @@ from torchgpipe.graph.cut import CutGraph, verify_complete
 from torchgpipe.graph.function import Edge
 from torchgpipe.graph.split_backward import nodes_below
 from torchgpipe.listener.listener import Kind
-from torchgpipe.offload.resting import Rested, awake
+from torchgpipe.offload.host_copies import HostCopy, Kept, restored
 from torchgpipe.transport.route import Route
 
 __all__ = ["Arrival", "Cell", "Export", "Source"]
@@ -42,16 +42,16 @@ class Arrival:
     def __init__(self, column: int | None = None) -> None:
         self.column = column
         # Added up later: the stream of the cell may have to wait for them first.
-        self._grads: list[Tensor | Rested] = []
+        self._grads: list[Tensor | HostCopy] = []
 
-    def add(self, grad: Leaf | Rested) -> None:
+    def add(self, grad: Kept) -> None:
         """Take a gradient that arrives."""
         if grad is not None:
             self._grads.append(grad)
 
     def total(self) -> Leaf:
         """Return the sum of the gradients that have arrived, and forget them."""
-        grads, self._grads = [awake(grad) for grad in self._grads], []
+        grads, self._grads = [restored(grad) for grad in self._grads], []
         return functools.reduce(torch.add, grads) if grads else None
 
 
