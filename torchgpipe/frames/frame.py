@@ -61,7 +61,7 @@ class Frame(TorchFunctionMode):
         owner: the identity of the pipeline
         module: the name of the module of the spine that was called last, for errors; '' before the first call
         imports: the imports, which know the column of the frame, and have its cells until it ends
-        callers: the memory of the model's arguments, if there may be host copies; it is the caller's
+        callers: the storages of the model's arguments, by key, which are not to be evicted: they are the caller's
     """
 
     def __init__(
@@ -198,8 +198,9 @@ class Frame(TorchFunctionMode):
             return self._columns.here(door, imports.column).call_module(args, kwargs)
         with self._without_glue():
             door = self._columns.here(door, imports.column)
-            with self._evicted(door.column, (args, kwargs)):
-                self.go_to(door.column, door.name)
+            if door.column != imports.column:
+                with self._evicted(door.column, (args, kwargs)):
+                    self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if imports.column and imports.are_needed:
                 exchanged = Exchanged(args, kwargs, imports.import_tensor)
