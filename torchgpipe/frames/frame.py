@@ -81,7 +81,7 @@ class Frame(TorchFunctionMode):
         self._begin, self._ambient, self._columns, self._residence = begin, ambient, columns, residence
         # The first one waits for no other: for a file, perhaps.
         patience = columns.patience if i else None
-        self._coroutine = None if threads is None else Coroutine(threads, f"micro-batch {i}", patience)
+        self._coroutine = None if threads is None else Coroutine(threads, i, patience)
         #: The column that the frame has stopped in front of.
         self._wanted = 0
         self._end_of_work: End | None = None

@@ -299,7 +299,7 @@ class _OnDemand(DispatchMode):
             return func(*args, **kwargs)
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        super().__exit__(*details)
         for j in self._resident:
             self._evict(j)
         self._resident = []
