@@ -80,9 +80,9 @@ class Coroutine:
                 before, computed = computed, seconds_of(self._ident)
             if computed == before:
                 raise WaitsForever(
-                    f"micro-batch {self._i} waits for ever in {place_of(self._ident)}, while earlier ones have stopped where a "
-                    "partition begins: perhaps the model holds a lock in its forward, which every micro-batch takes; "
-                    "take the lock around the call of the model instead"
+                    f"micro-batch {self._i} waits for ever in {place_of(self._ident)}, while earlier ones have stopped "
+                    "where a partition begins: perhaps the model holds a lock in its forward, which every micro-batch "
+                    "takes; take the lock around the call of the model instead"
                 )
 
     def pause(self) -> None:
