@@ -56,7 +56,8 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.offload.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
+from torchgpipe.offload.host_memory import HostMemory
+from torchgpipe.offload.verify import cycled, verify_fits, verify_home, verify_offload
 from torchgpipe.proof.sequential import SequentialProof
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name

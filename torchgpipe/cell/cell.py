@@ -22,7 +22,7 @@ from torchgpipe.graph.cut import CutGraph, verify_complete
 from torchgpipe.graph.function import Edge
 from torchgpipe.graph.split_backward import nodes_below
 from torchgpipe.listener.listener import Kind
-from torchgpipe.offload.resting import Rested, awake
+from torchgpipe.offload.host_copies import HostCopy, Kept, restored
 from torchgpipe.transport.route import Route
 
 __all__ = ["Arrival", "Cell", "Export", "Source"]
@@ -43,16 +43,16 @@ class Arrival:
     def __init__(self, column: int | None = None) -> None:
         self.column = column
         # Added up later: the stream of the cell may have to wait for them first.
-        self._grads: list[Tensor | Rested] = []
+        self._grads: list[Tensor | HostCopy] = []
 
-    def add(self, grad: Leaf | Rested) -> None:
+    def add(self, grad: Kept) -> None:
         """Take a gradient that arrives."""
         if grad is not None:
             self._grads.append(grad)
 
     def total(self) -> Leaf:
         """Return the sum of the gradients that have arrived, and forget them."""
-        grads, self._grads = [awake(grad) for grad in self._grads], []
+        grads, self._grads = [restored(grad) for grad in self._grads], []
         return functools.reduce(torch.add, grads) if grads else None
 
 
@@ -70,8 +70,8 @@ class Export(Arrival):
     __slots__ = ("edge",)
 
     def __init__(self, edge: Edge | None, column: int) -> None:
-        super().__init__(column)
-        self.edge = edge
+        self.column, self.edge = column, edge
+        self._grads = []
 
 
 #: Where the gradient of what has entered a cell goes: the route back (None if the memory is shared), and what it
@@ -85,20 +85,19 @@ class Cell:
     Args:
         i: the micro-batch
         column: the column
-        number: the number of the column among all columns
 
     Attributes:
-        i, column, number: see above
+        i, column: see above
         exports: the tensors that later cells or the caller take; None for one that needs no gradient
         sources: for each import, where its gradient goes
         span: the numbers of the autograd nodes that were made in this cell, the first, and the one behind the last, if
             the graph is to be verified; else None
     """
 
-    __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "number", "sources", "span")
+    __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "sources", "span")
 
-    def __init__(self, i: int, column: Column, number: int) -> None:
-        self.i, self.column, self.number = i, column, number
+    def __init__(self, i: int, column: Column) -> None:
+        self.i, self.column = i, column
         self._graph: CutGraph | None = None
         self.exports: list[Export | None] = []
         self._known: dict[tuple[int, int], Export] = {}
@@ -122,7 +121,7 @@ class Cell:
         edge = get_gradient_edge(tensor)
         key = (id(edge.node), edge.output_nr)
         if key not in self._known:
-            self._known[key] = Export(edge, self.number)
+            self._known[key] = Export(edge, self.column.j)
             self.exports.append(self._known[key])
         return self._known[key]
 

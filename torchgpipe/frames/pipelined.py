@@ -37,7 +37,7 @@ from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.settings import verify_chunks
-from torchgpipe.offload.host_memory import verify_fits, verify_home, verify_offload
+from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
 from torchgpipe.schedule import Schedule, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 

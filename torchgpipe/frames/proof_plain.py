@@ -112,8 +112,7 @@ class PlainSide(Proof, ABC):
         to_device = self._pipeline.to(self._devices[0])
         args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._model._torchgpipe_forward(*args, **kwargs)
-        if self._pipeline.host_memory is not None:
-            self._aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+        self._aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
         return output
 
     def tensors(self, output: Any) -> Iterator[tuple[str, Tensor]]:
