@@ -24,7 +24,7 @@ from tests.conftest import Devices, Pipe
 from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
 from tests.random_pipelines import MODES
-from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe import GPipe, MicroBatches, is_checkpointing, is_recomputing, pipelined
 
 TIMEOUT = 60
 
@@ -58,6 +58,23 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------ the workers
+
+
+@pytest.mark.parametrize("front", ["pipelined", "GPipe"])
+def test_a_product_that_opens_a_thread_rounds_as_in_the_callers_thread(front: str) -> None:
+    """A bug: a new thread gave a first matrix product all cores, whatever ``torch.set_num_threads`` had said.
+
+    PyTorch tells OpenMP in a new thread when it first asks for the number, and products of a recurrent layer do not.
+    """
+    plain = nn.Sequential(*[nn.Linear(8, 32), nn.Linear(32, 8)]).double()
+    layers, x = copy.deepcopy(plain), torch.randn(6, 8, dtype=torch.float64)
+    with torch.no_grad():
+        expected = plain(x)
+        if front == "GPipe":
+            output = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=1)(MicroBatches([x]))
+        else:
+            output = pipelined(layers, MicroBatches([x]), devices=["cpu:0", "cpu:1"])(MicroBatches([x]))
+    assert torch.equal(output[0], expected)
 
 
 @pytest.mark.parametrize(

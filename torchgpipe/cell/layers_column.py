@@ -124,8 +124,9 @@ class LayersColumn(Column):
         self._trained = tuple([parameter for parameter in parameters if parameter.requires_grad])
         self._frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
         self._trains = ambient.builds_graph and any([parameter.requires_grad for parameter in owned])
-        self._source = f"the output of layer '{[*partition._modules][-1]}' ({type(partition[-1]).__name__})"
-        self._has_skips = any(is_skippable(module) for module in modules)
+        name, last = [*partition._modules.items()][-1]
+        self._source = f"the output of layer '{name}' ({type(last).__name__})"
+        self._has_skips = any(map(is_skippable, modules))
         self._starts_in_place = starts_in_place(partition)
 
     @property

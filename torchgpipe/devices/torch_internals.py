@@ -2,8 +2,8 @@
 
 A name that begins with an underscore may change in any release of PyTorch. So only this file reaches such names, and
 other files import them from here under plain names. Each entry says what needs it, since which release of PyTorch the
-name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. What an entry must do is held
-by ``tests/devices/test_torch_internals.py``.
+name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. Tests of what needs an entry
+fail without it.
 
 Six names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
 ``_load_from_state_dict`` and ``_reset_parameters``. Modules outside PyTorch read, define and override them, so PyTorch
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn, overrides
@@ -389,13 +389,21 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The base of modes that see each operation below autograd.
 
     There, weights are brought when they are needed, and reads of those that have left are refused. Since 2.0; the
-    method since 2.6. Function modes do not see functions of autograd. Without the method, PyTorch would import its
-    compiler, which takes seconds.
+    methods since 2.6. Function modes do not see functions of autograd. Without `_should_skip_dynamo`, PyTorch would
+    import its compiler, which takes seconds. PyTorch's ``__enter__`` notes in a flag of the process that a mode is
+    active: where two threads end their modes in another order, it stays set, and compiled code is compiled anew.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __enter__(self) -> Self:
+        push_dispatch_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop_dispatch_mode()
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -427,7 +435,7 @@ def forget_parametrizations() -> None:
     A weight that a run without a graph has computed cannot be differentiated in a run with one. Since 2.0. Without it,
     a checkpointed pipeline could not run within ``cached()``.
     """
-    if caches_parametrizations():
+    if parametrize._cache_enabled:
         parametrize._cache.clear()
 
 

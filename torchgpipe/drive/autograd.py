@@ -94,6 +94,10 @@ class ForwardPass:
             listener=self._listener,
         )
         self._lanes: list[Lane] = [None] * len(self.columns)
+        # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
+        is_recorded = self._listener is not None and not transforms_are_active()
+        #: How cells run that are not checkpointed.
+        self._else: Mode = "keep" if any(checkpointed) or is_recorded else "plain"
         facts = facts_of(None, partitions, checkpointed, backward=self._ambient.builds_graph)
         for column in self.columns:
             column.facts = facts
@@ -136,20 +140,12 @@ class ForwardPass:
             needs.append(needed)
         return needs
 
-    def _mode(self, i: int, j: int) -> Mode:
-        """Return how micro-batch ``i`` runs on view ``j``."""
-        if i < self._checkpointed[j]:
-            return "checkpoint"
-        # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
-        is_recorded = self._listener is not None and not transforms_are_active()
-        return "keep" if any(self._checkpointed) or is_recorded else "plain"
-
     # ------------------------------------------------------------------------------- what the executor asks of a front
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`."""
-        batch, lane = self._batches[i], self._lanes[j]
-        self._batches[i], self._lanes[j] = pass_through(self.columns[j], i, batch, lane, self._mode(i, j))
+        mode: Mode = "checkpoint" if i < self._checkpointed[j] else self._else
+        self._batches[i], self._lanes[j] = pass_through(self.columns[j], i, self._batches[i], self._lanes[j], mode)
 
     def cancel(self) -> None:
         """See `Front.cancel`."""

@@ -39,7 +39,7 @@ from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.retry import OnShortage, verify_on_oom
 from torchgpipe.model.settings import verify_chunks
-from torchgpipe.offload.host_memory import verify_fits, verify_home, verify_offload
+from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
 from torchgpipe.schedule import Schedule, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
@@ -99,7 +99,8 @@ def pipelined(
     Args:
         module: the model; its parameters are moved to their devices
         sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict); or
-            :class:`MicroBatches`, best two that differ: then mini-batches are never split
+            :class:`MicroBatches`, best two that differ: then mini-batches are never split, and the first shows what the
+            model calls
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does; without use where
             the sample is :class:`MicroBatches`
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
@@ -233,6 +234,8 @@ def _pipelined(
         offload=limits,
         on_oom=verify_on_oom(on_oom),
     )
+    for batch in window or ():
+        settings.study.splitter.see(arguments_of(batch))
     if offload:
         verify_fits(_sizes(module, settings), slots)
     verify_fitting(settings, schedule)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from torchgpipe.model.values import each
 
-__all__ = ["MicroBatches", "length_of", "order_of", "to_floats", "windows"]
+__all__ = ["MicroBatches", "length_of", "order_of", "refuse_strided_nested", "to_floats", "windows"]
 
 
+# No Sequence: what moves and pins batches, such as a DataLoader, would make another of it without the weights.
 class MicroBatches:
     """Mark a list of batches that are the micro-batches of one mini-batch, such as a window of accumulation. ::
 
@@ -68,7 +69,6 @@ class MicroBatches:
             raise ValueError(f"order must be 'longest', or None for micro-batches as they come, but got {order!r}")
         self.order = order
 
-    # Not a Sequence: what moves or pins batches makes those anew of their items alone, and would lose the weights.
     def __getitem__(self, index: int) -> Any:
         return self.batches[index]
 
@@ -117,7 +117,7 @@ class windows:
 
 def length_of(batch: Any) -> int:
     """Return the length of a micro-batch, which its time is taken to grow with: the elements of its first tensor."""
-    return next((tensor.numel() for _, tensor in each((batch,))), 0)
+    return next((tensor.numel() for _, tensor in each((batch,), objects=True)), 0)
 
 
 def order_of(window: MicroBatches | None) -> list[int] | None:
@@ -126,6 +126,20 @@ def order_of(window: MicroBatches | None) -> list[int] | None:
         return None
     shortest_first = sorted(range(len(window)), key=[length_of(batch) for batch in window].__getitem__)
     return shortest_first[::2] + shortest_first[1::2][::-1]
+
+
+def refuse_strided_nested(tensors: Iterable[Tensor]) -> None:
+    """Raise if a tensor is nested in the strided layout, which no autograd function of Python can return.
+
+    Raises:
+        TypeError: there is one.
+    """
+    if any([tensor.is_nested and tensor.layout is torch.strided for tensor in tensors]):
+        raise TypeError(
+            "a nested tensor of layout torch.strided cannot pass from partition to partition with its gradient, nor "
+            "leave the model: PyTorch has no autograd functions for it; make it with layout=torch.jagged, or pass its "
+            "parts as a list"
+        )
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:

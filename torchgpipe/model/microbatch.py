@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, refuse_strided_nested
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "sizes_of",
     "split_rows",
     "tell_of_few",
+    "values_of",
     "window_of",
 ]
 
@@ -157,7 +158,17 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
+        if self.spec is None:
+            return self.leaves[0]
+        try:
+            return pytree.tree_unflatten(self.leaves, self.spec)
+        except ValueError as error:
+            if "batch_sizes" in str(error):
+                error.add_note(
+                    "a partition gets all tensors of a value on its device, and a PackedSequence keeps one in host "
+                    "memory; pass padded tensors and their lengths, or use torchgpipe.pipelined"
+                )
+            raise
 
     def replace(self, leaves: Leaves) -> Batch:
         """Return the same structure around other leaves, without skips."""
@@ -225,7 +236,8 @@ def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.d
     """Return micro-batches that the caller gives.
 
     Raises:
-        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type.
+        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type, or is
+            nested in the strided layout.
         ValueError: arguments have different numbers of micro-batches.
     """
     counts = [len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)]
@@ -241,12 +253,14 @@ def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.d
     def batch(i: int) -> Batch:
         row = [leaf[i] if isinstance(leaf, MicroBatches) else leaf for leaf in leaves]
         one = row[0] if value is leaves[0] else pytree.tree_unflatten(row, spec)
-        if isinstance(one, Tensor):
+        if isinstance(one, Tensor) and not one.is_nested:
             return Batch((_move(one, device),))
         parts, inner = pytree.tree_flatten(one)
         parts = [part.tensor if isinstance(part, NoChunk) else part for part in parts]
         if not all([part is None or isinstance(part, Tensor) for part in parts]):
             raise _unsupported(one, f"micro-batch {i}", (Tensor, NoChunk, type(None)))
+        if torch.is_grad_enabled():
+            refuse_strided_nested([part for part in parts if part is not None])
         return Batch(tuple([part if part is None else _move(part, device) for part in parts]), inner)
 
     return [batch(i) for i in range(counts[0])]
@@ -387,6 +401,11 @@ def gather(batches: list[Batch], source: str = "the last layer") -> Any:
                 f"micro-batch {i}; return the same structure for each"
             )
     return Batch(tuple(map(_concatenate, zip(*(batch.leaves for batch in batches)))), first.spec).value
+
+
+def values_of(batches: list[Batch]) -> list[Any]:
+    """Return the outputs of micro-batches that the caller gives, which are not gathered."""
+    return [batch.value for batch in batches]
 
 
 def _concatenate(column: tuple[Any, ...]) -> Leaf:
