@@ -21,8 +21,16 @@ N = TypeVar("N", bound=nn.Module)
 def follow(network: N, model: nn.Module) -> N:
     """Move each adapter of a network to the device of the layer that calls it. ::
 
-        model = torchgpipe.pipelined(transformer, sample, chunks=4)
-        torchgpipe.follow(network, model)  # before or after its optimizer is made
+        class Adapter(nn.Module):
+            def __init__(self, layer):
+                super().__init__()
+                self.scale, self.original = nn.Parameter(torch.ones(8)), layer.forward
+                layer.forward = lambda x: self.original(x) * self.scale
+
+        transformer = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).requires_grad_(False)
+        network = nn.ModuleList(map(Adapter, transformer))
+        torchgpipe.pipelined(transformer, torch.randn(2, 8), chunks=4)
+        torchgpipe.follow(network, transformer)  # before or after its optimizer is made
 
     The adapter takes the place of the layer's ``forward``, or is called by a hook of the layer. Parameters stay the
     same objects.
