@@ -84,22 +84,24 @@ def scarce_of(model: Any) -> Scarce:
 
 @pytest.mark.parametrize("front", ["GPipe", "pipelined"])
 @pytest.mark.parametrize("workers", [False, True])
-@pytest.mark.parametrize(("phase", "action", "tries"), [("forward", 0, 1), ("forward", 3, 2), ("backward", 2, 2)])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("tries", [1, 2])
 def test_a_step_that_was_retried_is_the_step_without_the_fault(
-    front: str, workers: bool, phase: str, action: int, tries: int
+    front: str, workers: bool, phase: str, tries: int
 ) -> None:
-    """Gradients, running statistics, dropout and the caller's generator, after one or two failures at an action."""
+    """Gradients, running statistics, dropout and the caller's generator, after failures at each of the actions."""
     expected = stepped(make(front, workers=workers, checkpoint="always" if tries == 2 else "never"))
-    model = make(front, workers=workers, checkpoint="never", on_oom="retry")
-    layer = scarce_of(model)
-    layer.phase, layer.fails = phase, {action: tries}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        result = stepped(model)
-    assert all(map(torch.equal, result, expected))
     said = ["freed what", "checkpoint='always'" if front == "GPipe" else "all modules"]
-    assert [words in str(warning.message) for words, warning in zip(said, told, strict=False)] == [True] * tries
-    assert {warning.filename for warning in told} == {__file__}
+    for action in range(4):
+        model = make(front, workers=workers, checkpoint="never", on_oom="retry")
+        layer = scarce_of(model)
+        layer.phase, layer.fails = phase, {action: tries}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            result = stepped(model)
+        assert all(map(torch.equal, result, expected))
+        assert [words in str(warning.message) for words, warning in zip(said, told, strict=False)] == [True] * tries
+        assert {warning.filename for warning in told} == {__file__}
 
 
 @pytest.mark.parametrize("front", ["GPipe", "pipelined"])
