@@ -69,8 +69,8 @@ def pipelined(
     may_differ: Collection[str] = (),
     target: Any = None,
     offload: bool | Literal["weights"] = False,
-    slots: int = 2,
-    pin: int | None = None,
+    slots: int | list[int] = 2,
+    pin: int | list[int | None] | None = None,
     on_oom: OnShortage = "raise",
 ) -> M:
     """Pipeline any module over several devices, in place. ::
@@ -130,9 +130,10 @@ def pipelined(
         offload: whether parameters stay in host memory: those of a partition are on its device only while it
             computes, so a model may be larger than all devices. What recomputation keeps waits in host memory,
             too; with ``'weights'``, on the devices
-        slots: under ``offload``, the partitions whose parameters have room on a device at a time
-        pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
-            that is free), which CUDA copies beside the computation
+        slots: under ``offload``, the partitions whose parameters have room on a device at a time; or a list of one
+            number for each device, in the order of ``devices``
+        pin: under ``offload``, the bytes of parameters that may be pinned in host memory, for all devices together or a
+            list as above (default: half of the memory that is free), which CUDA copies beside the computation
         on_oom: what a step does if memory runs out, ``'raise'`` or ``'retry'``; see :class:`GPipe`
 
     Returns:
@@ -186,8 +187,8 @@ def _pipelined(
     may_differ: Collection[str],
     target: Any,
     offload: bool | Literal["weights"],
-    slots: int,
-    pin: int | None,
+    slots: int | list[int],
+    pin: int | list[int | None] | None,
     on_oom: OnShortage,
     apart: bool = False,
     studied: Study | None = None,
@@ -233,8 +234,8 @@ def _pipelined(
         offload=limits,
         on_oom=verify_on_oom(on_oom),
     )
-    if offload:
-        verify_fits(_sizes(module, settings), slots)
+    if limits is not None:
+        verify_fits(_sizes(module, settings), limits[0])
     verify_fitting(settings, schedule)
     verify_links(settings.devices, 3)
     move(module, settings)

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 from weakref import finalize
 
 import torch
@@ -29,16 +29,26 @@ from torchgpipe.devices.typing import Device
 __all__ = ["FrozenCopy", "HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
 
 
+T = TypeVar("T")
+
+#: For each device, how many partitions have room, and how many bytes may be pinned; or one number for all.
+Slots: TypeAlias = int | tuple[int, ...]
+Pin: TypeAlias = int | tuple[int | None, ...] | None
+
+
 class HostMemory:
     """Takes weights to devices, and gradients back.
 
     Args:
-        slots: the partitions whose weights have room on a device at a time
-        pin: the bytes of weights in host memory that may be pinned; None for half of the memory that is free
+        devices: the device of each partition
+        slots: the partitions whose weights have room on a device at a time; a number, or one for each device, in the
+            order of their first partitions
+        pin: the bytes of weights in host memory that may be pinned for all devices together, or for each; None for
+            half of the memory that is free
         rests: whether activations wait in host memory, too
 
     Attributes:
-        slots: the partitions whose weights have room on a device at a time
+        slots: for each device, the partitions whose weights have room there at a time
         rests: whether activations wait in host memory, too
         least: the bytes from which on a tensor waits there; a copy takes the host as long as some launches
         streams: the source of streams
@@ -50,8 +60,8 @@ class HostMemory:
 
     least = 1 << 16
 
-    def __init__(self, slots: int, pin: int | None, rests: bool = True) -> None:
-        self.slots, self.rests = slots, rests
+    def __init__(self, devices: Iterable[torch.device], slots: Slots, pin: Pin, rests: bool = True) -> None:
+        self.slots, self.rests = _each("slots", slots, devices), rests
         self.streams = Streams()
         self.uploads = self.bytes_up = self.bytes_down = 0
         self.peaks: Counter[torch.device] = Counter()
@@ -60,12 +70,26 @@ class HostMemory:
         self._keeping: set[torch.device] = set()
         #: Those that stay, of each partition.
         self._kept: MutableMapping[Tensor, dict[int, FrozenCopy]] = WeakIdKeyDictionary()
-        self._pins = _Pins(pin)
+        self._pin = pin
+        self._pins = _each("pin", tuple(map(_Pins, pin)) if isinstance(pin, tuple) else _Pins(pin), self.slots)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Let a copy of a pipeline have one of its own."""
-        return HostMemory, (self.slots, self._pins.budget, self.rests)
+        return HostMemory, ([*self.slots], self.slots_setting, self._pin, self.rests)
+
+    @property
+    def slots_setting(self) -> Slots:
+        """The slots as a setting: a number if all devices have as many."""
+        each = tuple(self.slots.values())
+        return each[0] if len({*each}) == 1 else each
+
+    def reduce_slots(self) -> str:
+        """Take a slot from each device that has several, and return what that means; '' if no device has."""
+        if max(self.slots.values(), default=1) < 2:
+            return ""
+        self.slots = {device: max(1, count - 1) for device, count in self.slots.items()}
+        return f"slots={self.slots_setting} from now on, so weights may come later than they are needed"
 
     def up(self, device: torch.device) -> Stream:
         """Return the stream of a device that weights arrive on."""
@@ -95,7 +119,7 @@ class HostMemory:
                 frozen[devices[j]] += weight.nbytes
         for device, bytes in frozen.items():
             use = memory_in_use(device)
-            slots = self.slots * max([trained[j] for j, place in enumerate(devices) if place == device])
+            slots = self.slots[device] * max([trained[j] for j, place in enumerate(devices) if place == device])
             # A quarter is for activations and gradients.
             (self._keeping.add if use and 4 * (bytes + slots) <= 3 * use[2] else self._keeping.discard)(device)
 
@@ -136,7 +160,7 @@ class HostMemory:
         if kept is not None and kept.is_of(parameter):
             return
         if alias.device.type == "cuda":
-            self._pins.pin(parameter)
+            self._pins[device].pin(parameter)
         extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
         alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
         # `.data` has a version of its own, so a graph that has saved the alias does not take this for a change.
@@ -218,8 +242,7 @@ class _Pins:
     """Memory of the host that the driver of an accelerator has locked, so that copies run beside the computation."""
 
     def __init__(self, budget: int | None) -> None:
-        self.budget = budget
-        self._left: int | None = budget
+        self._left = budget
         #: The addresses of the memories that have been looked at, and are alive.
         self._known: set[int] = set()
         # Memory may go, and be unpinned, in the midst of a block that holds the lock.
@@ -263,25 +286,39 @@ def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
     return [known[j % len(known)] for j in range(n)] if known else []
 
 
-def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[int, int | None, bool] | None:
-    """Return the arguments of `HostMemory`, or None if weights live on devices.
+def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[Slots, Pin, bool] | None:
+    """Return the arguments of `HostMemory` but the devices, or None if weights live on devices.
 
     Raises:
-        TypeError: ``slots`` or ``pin`` is no integer.
+        TypeError: ``slots`` or ``pin`` is no integer, and no list of these.
         ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
     """
     if offload not in (True, False, "weights"):
         raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
     if not offload:
         return None
-    for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
-        if name == "pin" and number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an integer, but got {number!r}")
-        if number < least:
-            raise ValueError(f"{name} must be {least} or more, but got {number}")
+    slots, pin = (tuple(each) if isinstance(each, list) else each for each in (slots, pin))
+    for name, given, least in (("slots", slots, 1), ("pin", pin, 0)):
+        for number in given if isinstance(given, tuple) else (given,):
+            if name == "pin" and number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an integer, or a list of one for each device, but got {given!r}")
+            if number < least:
+                raise ValueError(f"{name} must be {least} or more, but got {number}")
     return slots, pin, offload != "weights"
+
+
+def _each(name: str, setting: T | tuple[T, ...], devices: Iterable[torch.device]) -> dict[torch.device, T]:
+    """Return the setting of each device, given one for all, or one for each in the order of their first partitions."""
+    places = list(dict.fromkeys(devices))
+    settings = setting if isinstance(setting, tuple) else (setting,) * len(places)
+    if len(settings) != len(places):
+        raise ValueError(
+            f"{name} has {len(settings)} numbers, but the partitions are on {len(places)} devices, "
+            f"{', '.join(map(str, places))}; give a number for each, or one for all"
+        )
+    return dict(zip(places, settings))
 
 
 def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -306,7 +343,7 @@ def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
             )
 
 
-def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> None:
+def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: Slots) -> None:
     """Check that the weights of the largest partitions fit on their devices, as far as these tell their memory.
 
     Devices are all accelerators, or all the CPU: a partition that computes in host memory would find there what is
@@ -314,7 +351,7 @@ def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> N
 
     Args:
         sizes: for each partition, its name, its device, and the bytes of its weights
-        slots: the partitions that are there at a time
+        slots: the partitions that are there at a time; see `HostMemory`
 
     Raises:
         ValueError: they do not fit, or the CPU is a device beside an accelerator.
@@ -326,15 +363,16 @@ def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> N
             f"offload=True got the devices {', '.join(map(str, devices))}: with weights in host memory, the CPU is no "
             "device beside an accelerator; leave the CPU out of devices, or leave out offload"
         )
+    slots_of = _each("slots", slots, devices)
     by_device: dict[torch.device, list[tuple[int, str]]] = {}
     for name, device, size in sizes:
         by_device.setdefault(device, []).append((size, name))
     for device, weights in by_device.items():
-        use = memory_in_use(device)
-        largest = sorted(weights, reverse=True)[:slots]
+        use, count = memory_in_use(device), slots_of[device]
+        largest = sorted(weights, reverse=True)[:count]
         if use is not None and sum([size for size, _ in largest]) > use[2]:
             size, name = largest[0]
             raise ValueError(
-                f"{name} takes {shown_size(size)} in {slots} slots of {device} with {shown_size(use[2])}: give more "
-                f"partitions, fewer slots, or a device with {shown_size(size * slots)}"
+                f"{name} takes {shown_size(size)} in {count} slots of {device} with {shown_size(use[2])}: give more "
+                f"partitions, fewer slots, or a device with {shown_size(size * count)}"
             )

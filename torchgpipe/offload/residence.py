@@ -86,7 +86,7 @@ class Residence:
         for action in actions:
             by_device.setdefault(streams[action.j].device, []).append(action)
         program = [[Action(kind, i, partitions[j]) for kind, i, j in row] for row in by_device.values()]
-        stays = residency(program, self._memory.slots)
+        stays = residency(program, [self._memory.slots[device] for device in by_device])
         self._on = {
             device: _Stays(row, weights, gradients)
             for (device, row), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
@@ -294,7 +294,7 @@ class OnDemand(DispatchMode):
             return
         device = self._streams[j].device
         present = [k for k in self._there if self._streams[k].device == device]
-        for k in [k for k in present if k not in needed][: max(0, len(present) + 1 - self._memory.slots)]:
+        for k in [k for k in present if k not in needed][: max(0, len(present) + 1 - self._memory.slots[device])]:
             self._end(k)
             self._there.remove(k)
         # In the thread and on the stream of the operation.
