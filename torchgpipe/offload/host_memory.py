@@ -259,8 +259,9 @@ class _Pins:
             finalize(storage, self._known.discard, address)
             if tensor.is_pinned():
                 return
-            if self._left is None:
-                self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            if self._left is None:  # Windows has no `sysconf`, so `pin` must say how much.
+                knows = hasattr(os, "sysconf")
+                self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if knows else 0
             if not 0 < bytes <= self._left:
                 return
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
