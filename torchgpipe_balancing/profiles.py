@@ -263,7 +263,7 @@ class Profile:
         partitions = [named[start:end] for start, end in pairwise(accumulate(balance, initial=0))]
         drawn = draw_costs(partitions, _time if by == "time" else shown_size, f"{self.sample} on {self.device}")
         if path is not None:
-            Path(path).write_text(drawn)
+            Path(path).write_text(drawn, encoding="utf-8")
         return drawn
 
 

@@ -26,7 +26,17 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Device
 
-__all__ = ["FrozenCopy", "HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
+__all__ = [
+    "FrozenCopy",
+    "HostMemory",
+    "Pin",
+    "Slots",
+    "cycled",
+    "empty",
+    "verify_fits",
+    "verify_home",
+    "verify_offload",
+]
 
 
 T = TypeVar("T")
