@@ -30,7 +30,7 @@ class Plan:
     """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
 
     Attributes:
-        input: what was planned for: the costs, the devices, the mini-batch
+        input: what was planned for: the costs, the devices in the order that was chosen, the mini-batch
         fitting: the ten best candidates that fit, the chosen one first; those that were run come before others
         sample: the sample; None in a plan that was loaded
         target: the target for the sample, if there was one
