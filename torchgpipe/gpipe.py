@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -160,8 +160,8 @@ class GPipe(nn.Module):
         no_chunk: str | Collection[str] = (),
         replicas: dist.ProcessGroup | None = None,
         offload: bool | Literal["weights"] = False,
-        slots: int | list[int] = 2,
-        pin: int | list[int | None] | None = None,
+        slots: int | Sequence[int] = 2,
+        pin: int | Sequence[int | None] | None = None,
         on_oom: OnShortage = "raise",
     ) -> None:
         super().__init__()

@@ -69,8 +69,8 @@ def pipelined(
     may_differ: Collection[str] = (),
     target: Any = None,
     offload: bool | Literal["weights"] = False,
-    slots: int | list[int] = 2,
-    pin: int | list[int | None] | None = None,
+    slots: int | Sequence[int] = 2,
+    pin: int | Sequence[int | None] | None = None,
     on_oom: OnShortage = "raise",
 ) -> M:
     """Pipeline any module over several devices, in place. ::
@@ -187,8 +187,8 @@ def _pipelined(
     may_differ: Collection[str],
     target: Any,
     offload: bool | Literal["weights"],
-    slots: int | list[int],
-    pin: int | list[int | None] | None,
+    slots: int | Sequence[int],
+    pin: int | Sequence[int | None] | None,
     on_oom: OnShortage,
     apart: bool = False,
     studied: Study | None = None,

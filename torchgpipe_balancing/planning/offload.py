@@ -131,8 +131,8 @@ def plan_offload(
     planned = [replace(device, slowness=factor) for device, factor in zip(planned, slowness)]
     del tested
     if bandwidth is None:
-        _, per_byte = seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
-        bandwidth = 1 / max(1e-15, per_byte)
+        per_byte = [seconds_of_copies(torch.device("cpu"), device, pinned=True)[1] for device in devices]
+        bandwidth = 1 / max(1e-15, *per_byte)
     ids = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() == 2]
     tokens = next((tensor.shape[1] for tensor in ids if not tensor.is_floating_point()), 1)
     best, least, n = None, math.inf, len(devices)
