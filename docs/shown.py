@@ -39,13 +39,13 @@ RECORDED = FOLDER / "step.json"
 DEVICES, MICRO_BATCHES, SECONDS = 3, 6, 0.1
 
 
-def printed(page: str, block: int) -> str:
-    """Return what a block of code of a page prints, after those before it."""
+def printed(page: str, block: int, *, alone: bool = False) -> str:
+    """Return what a block of code of a page prints, after those before it, or alone."""
     names: dict[str, Any] = {"__name__": "page"}
     torch.manual_seed(0)
     path = ROOT / "docs" / page
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for snippet in snippets.in_rst(path.read_text())[: block + 1]:
+        for snippet in snippets.in_rst(path.read_text())[block if alone else 0 : block + 1]:
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 snippets.run(snippet, path, names)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
@@ -101,6 +101,7 @@ def files() -> Iterator[tuple[str, str]]:
     """Yield the name and the contents of each other file."""
     yield "report", f"{timeline().report()}\n"
     yield "verify", printed("any-model.rst", 1)
+    yield "cards", printed("planning.rst", 2, alone=True)  # on the meta device, where nothing is measured
     yield "layout", printed("any-model.rst", 0)  # after the other run, in which kernels have been loaded
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -120,9 +120,10 @@ class GPipe(nn.Module):
             partition come to its device when it computes, and leave afterwards, so a model may be larger than all
             devices. Devices are then used in turn, partition ``j`` on ``devices[j % len(devices)]``. What cells hand to
             each other and what recomputation keeps waits in host memory, too; with ``'weights'``, on the devices
-        slots: under ``offload``, the partitions whose parameters have room on a device at a time
-        pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
-            that is free), which CUDA copies beside the computation
+        slots: under ``offload``, the partitions whose parameters have room on a device at a time; or a list of one
+            number for each device, in the order of ``devices``
+        pin: under ``offload``, the bytes of parameters that may be pinned in host memory, for all devices together or a
+            list as above (default: half of the memory that is free), which CUDA copies beside the computation
         on_oom: what a step does if memory runs out: ``'raise'`` raises the error; ``'retry'`` runs the step again, as
             often as there is a way to take less memory, each tried once, with a warning, and kept for later steps: free
             what allocators keep, recompute everything, twice the ``chunks``, one of the ``slots`` less
@@ -169,8 +170,8 @@ class GPipe(nn.Module):
         no_chunk: str | Collection[str] = (),
         replicas: dist.ProcessGroup | None = None,
         offload: bool | Literal["weights"] = False,
-        slots: int = 2,
-        pin: int | None = None,
+        slots: int | Sequence[int] = 2,
+        pin: int | Sequence[int | None] | None = None,
         on_oom: OnShortage = "raise",
     ) -> None:
         super().__init__()
@@ -180,13 +181,13 @@ class GPipe(nn.Module):
         self._chunks = verify_chunks(chunks)
         self._checkpoint = verify_checkpoint_or_layers(checkpoint, self._layers_of(module))
         limits = verify_offload(offload, slots, pin)
-        self._host_memory = None if limits is None else HostMemory(*limits)
         if offload:
             if replicas is not None:
                 raise ValueError("offload=True runs in one process; leave out replicas")
             verify_home(module.named_parameters())
             devices = cycled(devices, len(self.balance))
         self._devices = verify_devices(devices, len(self.balance))
+        self._host_memory = None if limits is None else HostMemory(self._devices, *limits)
         verify_links(self._devices, 2)
         self._watched: set[Any] = set()
         self.training = module.training
@@ -211,12 +212,12 @@ class GPipe(nn.Module):
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
-        if offload:
+        if limits is not None:
             sizes = [
                 (partition._label, self._devices[partition._index], bytes_of(partition.parameters()))
                 for partition in self._partitions
             ]
-            verify_fits(sizes, slots)
+            verify_fits(sizes, limits[0])
         place(self._partitions, self.devices, offload=bool(offload))
         for name, layer in module._modules.items():
             self.add_module(name, layer)
@@ -452,11 +453,7 @@ class GPipe(nn.Module):
             return f"chunks={self._chunks} from now on, so sums are rounded differently and kernels are smaller"
 
         def evict() -> str:
-            memory = self._host_memory
-            if memory is None or memory.slots < 2:
-                return ""
-            memory.slots -= 1
-            return f"slots={memory.slots} from now on, so weights may come later than they are needed"
+            return "" if self._host_memory is None else self._host_memory.reduce_slots()
 
         return [Remedy("checkpoint", recompute), Remedy("chunks", split), Remedy("slots", evict)]
 

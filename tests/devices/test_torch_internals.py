@@ -110,7 +110,7 @@ OF_MODULES = {"_apply", "_buffers", "_load_from_state_dict", "_modules", "_param
 OF_TUPLES = {"_asdict", "_fields", "_replace"}
 
 #: Names of ours on classes of users.
-OF_USERS = {"_drives_forward"}
+OF_USERS = {"_drives_forward", "_prepare_inputs"}
 
 
 def is_private(name: str) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.accelerator import DEVICE, LATE
-from torchgpipe.offload.host_memory import _Pins
+from torchgpipe.offload.host_memory import HostMemory, _Pins
 
 
 class Runtime:
@@ -37,6 +38,38 @@ def test_memory_is_pinned_once_within_the_budget(monkeypatch: pytest.MonkeyPatch
     assert runtime.calls[2:] == [("unpinned", 0)]
     pins.pin(first)
     assert runtime.calls[3:] == [("pinned", 4)]
+
+
+@pytest.mark.parametrize(("pin", "pinned"), [(80, [80]), ((80, 0), [80]), ((0, 40), [40]), ((80, 40), [80, 40])])
+def test_a_budget_is_for_all_devices_together_or_for_each(
+    pin: Any, pinned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    pins = HostMemory(devices, 2, pin)._pins
+    weights = [torch.zeros(20), torch.zeros(10)]
+    for device, weight in zip(devices, weights):
+        pins[device].pin(weight)
+    assert [bytes for _, bytes in runtime.calls] == pinned
+
+
+def test_each_device_gives_up_a_slot_until_all_have_one() -> None:
+    memory = HostMemory([torch.device("cpu", 0), torch.device("cpu", 1)], (3, 1), None)
+    said = [memory.reduce_slots().partition(" from")[0] for _ in range(3)]
+    assert said == ["slots=(2, 1)", "slots=1", ""]
+
+
+def test_without_sysconf_nothing_is_pinned_unless_pin_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has none, and the first upload raised an AttributeError there."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.delattr("os.sysconf")
+    weight = torch.zeros(20)
+    _Pins(None).pin(weight)
+    assert not runtime.calls
+    _Pins(80).pin(weight)
+    assert runtime.calls == [("pinned", 80)]
 
 
 @pytest.mark.cuda

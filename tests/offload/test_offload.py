@@ -224,7 +224,8 @@ def test_it_equals_the_resident_pipeline_bit_for_bit(devices: Devices, draw: st.
     schedule = draw.draw(st.sampled_from(known)) if how == "step" else "LayerMajor"
     modes: list[Any] = [False, True, *(["except_last", ["1", "3"]] if front == "GPipe" else [])]
     options = {"checkpoint": draw.draw(st.sampled_from(modes)), "schedule": schedule}
-    slots = draw.draw(st.integers(1, 4))
+    counts = st.integers(1, 4)
+    slots = draw.draw(st.one_of(counts, st.lists(counts, min_size=n, max_size=n)))
     autocast = draw.draw(st.sampled_from([None, "late" if on_late else "cpu"]))
     resident, at_home = pair(model, there, front, slots=slots, **options)
     ids, target = data()
@@ -238,13 +239,14 @@ def test_it_equals_the_resident_pipeline_bit_for_bit(devices: Devices, draw: st.
 
 
 @pytest.mark.parametrize("how", ["step", "backward"])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, how: str, slots: int) -> None:
+@pytest.mark.parametrize("slots", [1, 2, [3, 1]])
+def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, how: str, slots: Any) -> None:
     there = devices(2)
     names = list(dict.fromkeys(there))
+    each = slots[: len(names)] if isinstance(slots, list) else [slots] * len(names)
     places = [names.index(there[j % 2]) for j in range(PARTITIONS)]
     options: dict[str, Any] = {"chunks": 4, "partitions": PARTITIONS, "devices": names, "verify": False}
-    options |= {"loss_fn": functional.mse_loss, "slots": slots, "offload": True}
+    options |= {"loss_fn": functional.mse_loss, "slots": each if isinstance(slots, list) else slots, "offload": True}
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(PARTITIONS)]
     model: Any = torchgpipe.pipelined(Chain(*layers), torch.randn(2, WIDTH), **options)
     x = torch.randn(8, WIDTH)
@@ -256,11 +258,11 @@ def test_uploads_bytes_and_peaks_are_those_of_the_residency(devices: Devices, ho
         programs = in_halves(4, places)
     memory = memory_of(model)
     size = 4 * (WIDTH * WIDTH + WIDTH)
-    plans = [residency(one, slots) for one in programs]
+    plans = [residency(one, each) for one in programs]
     assert memory.uploads == sum(one.uploads for one in plans)
     assert memory.bytes_up == sum(one.bytes_up([size] * PARTITIONS) for one in plans) == size * memory.uploads
     assert memory.bytes_down == size * PARTITIONS
-    assert set(memory.peaks.values()) == {slots * size}
+    assert memory.peaks == {torch.device(name): count * size for name, count in zip(names, each)}
 
 
 def adds(self: Any, x: Tensor) -> Tensor:
@@ -380,7 +382,8 @@ def test_what_is_changed_in_place_while_it_is_downloaded_is_refused() -> None:
 
 def begun() -> tuple[HostCopies, Stream, list[Action]]:
     """Return the host copies of a mini-batch of 8 on one device, that device's stream, and all actions."""
-    memory, device = HostMemory(2, None), torch.device("late:0")
+    device = torch.device("late:0")
+    memory = HostMemory([device], 2, None)
     aliases = OffloadedAliases([], [device], memory.streams, nullcontext(), backward=True, host_memory=memory)
     stream = memory.streams.current(device)
     copies = HostCopies(aliases, [stream], [0], None)
@@ -763,8 +766,11 @@ def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatc
         made(Model(), slots=0)
     with pytest.raises(ValueError, match=r"offload must be True, 'weights' or False, but got 'all'"):
         torchgpipe.pipelined(Model(), ids, chunks=2, offload="all")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="pin must be an integer"):
+    with pytest.raises(TypeError, match="pin must be an integer, or a list of one for each device, but got '1GiB'"):
         made(Model(), pin="1GiB")
+    for wrong in ({"slots": [2, 1, 1]}, {"pin": [None, 0, 0]}):
+        with pytest.raises(ValueError, match=r"has 3 numbers, but the partitions are on 1 devices, \S+; give a number"):
+            made(Model(), **wrong)
     monkeypatch.setattr("torchgpipe.offload.verify.memory_in_use", lambda device: (0, 0, 300))
     with pytest.raises(ValueError, match=r"takes \d+ B in 2 slots of .* with 300 B: give more partitions, fewer slots"):
         made(Model())

@@ -17,6 +17,7 @@ __all__ = [
     "default_device",
     "default_devices",
     "device_module",
+    "kind_of",
     "same_memory",
     "working_devices",
 ]
@@ -25,6 +26,12 @@ __all__ = [
 def device_module(device: torch.device) -> Any:
     """Return the module of torch for a kind of device, such as ``torch.cuda``."""
     return torch.get_device_module(device.type)
+
+
+def kind_of(device: torch.device) -> str:
+    """Return the name of a device's model, such as ``'NVIDIA L4'``, or its type where PyTorch knows no such name."""
+    named = getattr(device_module(device), "get_device_name", None)
+    return device.type if named is None else str(named(device))
 
 
 def canonical_device(device: Device) -> torch.device:

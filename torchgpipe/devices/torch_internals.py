@@ -43,6 +43,7 @@ __all__ = [
     "exchange_memory",
     "fake_tensor_mode",
     "forget_parametrizations",
+    "forward_hooks",
     "forward_mode_is_active",
     "frame_of",
     "function_modes",
@@ -447,6 +448,15 @@ def has_call_hooks(module: nn.Module) -> bool:
     """
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(kinds)
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that the call of ``module`` runs before and after its forward.
+
+    An adapter outside of a model may be called by one, and goes to the device of the layer. Since 2.0. There is no
+    public list of hooks.
+    """
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def is_compiled(module: nn.Module) -> bool:

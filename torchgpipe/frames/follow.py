@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torchgpipe.devices.torch_internals import forward_hooks
 from torchgpipe.frames.pipelined_module import runs_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.placement import move_buffers, move_parameter
@@ -85,7 +86,7 @@ def _places_of(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
 
 def _called_by(layer: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that take the place of a layer's forward, or that its hooks call."""
-    functions = [vars(layer).get("forward"), *layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    functions = [vars(layer).get("forward"), *forward_hooks(layer)]
     pending: list[Any] = [function for function in functions if function is not None]
     while pending:
         function = pending.pop()

@@ -111,7 +111,7 @@ class Pipeline:
         #: `verify_complete` and `watch`.
         self._verified: set[Any] = set()
         self._told: set[str] = set()
-        self.host_memory = HostMemory(*settings.offload) if settings.offload is not None else None
+        self.host_memory = HostMemory(settings.devices, *settings.offload) if settings.offload is not None else None
         self._begun = False
         self._loss_proof = LossProof()
         self._retry = Retry()
@@ -188,11 +188,11 @@ class Pipeline:
             return f"chunks={settings.chunks} from now on, so sums are rounded differently and kernels are smaller"
 
         def evict() -> str:
-            if self.host_memory is None or settings.offload is None or self.host_memory.slots < 2:
+            if self.host_memory is None or settings.offload is None:
                 return ""
-            self.host_memory.slots -= 1
-            settings.offload = self.host_memory.slots, *settings.offload[1:]
-            return f"slots={self.host_memory.slots} from now on, so weights may come later than they are needed"
+            said = self.host_memory.reduce_slots()
+            settings.offload = self.host_memory.slots_setting, *settings.offload[1:]
+            return said
 
         return [Remedy("checkpoint", recompute), Remedy("chunks", split), Remedy("slots", evict)]
 

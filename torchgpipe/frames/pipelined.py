@@ -69,8 +69,8 @@ def pipelined(
     may_differ: Collection[str] = (),
     target: Any = None,
     offload: bool | Literal["weights"] = False,
-    slots: int = 2,
-    pin: int | None = None,
+    slots: int | Sequence[int] = 2,
+    pin: int | Sequence[int | None] | None = None,
     on_oom: OnShortage = "raise",
 ) -> M:
     """Pipeline any module over several devices, in place. ::
@@ -131,9 +131,10 @@ def pipelined(
         offload: whether parameters stay in host memory: those of a partition are on its device only while it
             computes, so a model may be larger than all devices. What recomputation keeps waits in host memory,
             too; with ``'weights'``, on the devices
-        slots: under ``offload``, the partitions whose parameters have room on a device at a time
-        pin: under ``offload``, the bytes of parameters that may be pinned in host memory (default: half of the memory
-            that is free), which CUDA copies beside the computation
+        slots: under ``offload``, the partitions whose parameters have room on a device at a time; or a list of one
+            number for each device, in the order of ``devices``
+        pin: under ``offload``, the bytes of parameters that may be pinned in host memory, for all devices together or a
+            list as above (default: half of the memory that is free), which CUDA copies beside the computation
         on_oom: what a step does if memory runs out, ``'raise'`` or ``'retry'``; see :class:`GPipe`
 
     Returns:
@@ -187,8 +188,8 @@ def _pipelined(
     may_differ: Collection[str],
     target: Any,
     offload: bool | Literal["weights"],
-    slots: int,
-    pin: int | None,
+    slots: int | Sequence[int],
+    pin: int | Sequence[int | None] | None,
     on_oom: OnShortage,
     apart: bool = False,
     studied: Study | None = None,
@@ -236,8 +237,8 @@ def _pipelined(
     )
     for batch in window or ():
         settings.study.splitter.see(arguments_of(batch))
-    if offload:
-        verify_fits(_sizes(module, settings), slots)
+    if limits is not None:
+        verify_fits(_sizes(module, settings), limits[0])
     verify_fitting(settings, schedule)
     verify_links(settings.devices, 3)
     move(module, settings)

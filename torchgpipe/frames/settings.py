@@ -16,6 +16,7 @@ from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.sample import Study
 from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.values import dotted
+from torchgpipe.offload.verify import Pin, Slots
 from torchgpipe.schedule import Schedule
 
 __all__ = ["Settings", "find_door", "iterate_tensors", "name_of"]
@@ -65,7 +66,7 @@ class Settings:
     layout: Layout
     whole_target: bool = False
     may_differ: Collection[str] = ()
-    offload: tuple[int, int | None, bool] | None = None
+    offload: tuple[Slots, Pin, bool] | None = None
     on_oom: OnShortage = "raise"
 
     def column_of(self, name: str) -> int:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchgpipe.devices.memory import memory_in_use
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
+from torchgpipe.offload.verify import Pin, Slots, each_device
 
 __all__ = ["FrozenCopy", "HostMemory"]
 
@@ -31,12 +32,15 @@ class HostMemory:
     """Transfers weights to devices, and gradients back.
 
     Args:
-        slots: the partitions whose weights have room on a device at a time
-        pin: the bytes of weights in host memory that may be pinned; None for half of the memory that is free
+        devices: the device of each partition
+        slots: the partitions whose weights have room on a device at a time; a number, or one for each device, in the
+            order of their first partitions
+        pin: the bytes of weights in host memory that may be pinned for all devices together, or for each; None for
+            half of the memory that is free
         activations: whether activations wait in host memory, too
 
     Attributes:
-        slots: the partitions whose weights have room on a device at a time
+        slots: for each device, the partitions whose weights have room there at a time
         least: the bytes from which on an activation waits there; a copy takes the host as long as some launches
         streams: the source of streams
         uploads: the number of times that the weights of a partition were uploaded
@@ -47,8 +51,8 @@ class HostMemory:
 
     least = 1 << 16
 
-    def __init__(self, slots: int, pin: int | None, activations: bool = True) -> None:
-        self.slots, self._activations = slots, activations
+    def __init__(self, devices: Iterable[torch.device], slots: Slots, pin: Pin, activations: bool = True) -> None:
+        self.slots, self._activations = each_device("slots", slots, devices), activations
         if not activations:
             self.least = sys.maxsize
         self.streams = Streams()
@@ -59,12 +63,27 @@ class HostMemory:
         self._keeping: set[torch.device] = set()
         #: By partition.
         self._frozen: MutableMapping[Tensor, dict[int, FrozenCopy]] = WeakIdKeyDictionary()
-        self._pins = _Pins(pin)
+        self._pin = pin
+        pins = tuple(map(_Pins, pin)) if isinstance(pin, tuple) else _Pins(pin)
+        self._pins = each_device("pin", pins, self.slots)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Let a copy of a pipeline have one of its own."""
-        return HostMemory, (self.slots, self._pins.budget, self._activations)
+        return HostMemory, ([*self.slots], self.slots_setting, self._pin, self._activations)
+
+    @property
+    def slots_setting(self) -> Slots:
+        """The slots as a setting: a number if all devices have as many."""
+        each = tuple(self.slots.values())
+        return each[0] if len({*each}) == 1 else each
+
+    def reduce_slots(self) -> str:
+        """Take a slot from each device that has several, and return what that means; '' if no device has."""
+        if max(self.slots.values(), default=1) < 2:
+            return ""
+        self.slots = {device: max(1, count - 1) for device, count in self.slots.items()}
+        return f"slots={self.slots_setting} from now on, so weights may come later than they are needed"
 
     def up(self, device: torch.device) -> Stream:
         """Return the stream of a device that weights arrive on."""
@@ -95,7 +114,7 @@ class HostMemory:
                 frozen[devices[j]] += weight.nbytes
         for device, bytes in frozen.items():
             use = memory_in_use(device)
-            slots = self.slots * max([trained[j] for j, place in enumerate(devices) if place == device])
+            slots = self.slots[device] * max([trained[j] for j, place in enumerate(devices) if place == device])
             # A quarter is for activations and gradients.
             (self._keeping.add if use and 4 * (bytes + slots) <= 3 * use[2] else self._keeping.discard)(device)
 
@@ -136,7 +155,7 @@ class HostMemory:
         if frozen is not None and frozen.is_of(parameter):
             return
         if alias.device.type == "cuda":
-            self._pins.pin(parameter)
+            self._pins[device].pin(parameter)
         extent = 1 + sum([(size - 1) * stride for size, stride in zip(alias.size(), alias.stride())])
         alias.untyped_storage().resize_(extent * alias.element_size() if alias.numel() else 0)
         # `.data` has a version of its own, so a graph that has saved the alias does not take this for a change.
@@ -214,8 +233,7 @@ class _Pins:
     """Memory of the host that the driver of an accelerator has locked, so that copies run beside the computation."""
 
     def __init__(self, budget: int | None) -> None:
-        self.budget = budget
-        self._left: int | None = budget
+        self._left = budget
         #: The addresses of the memories that have been looked at, and are alive.
         self._known: set[int] = set()
         # Memory may go, and be unpinned, in the midst of a block that holds the lock.
@@ -232,8 +250,9 @@ class _Pins:
             finalize(storage, self._known.discard, address)
             if tensor.is_pinned():
                 return
-            if self._left is None:
-                self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+            if self._left is None:  # Windows has no `sysconf`, so `pin` must say how much.
+                knows = hasattr(os, "sysconf")
+                self._left = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if knows else 0
             if not 0 < bytes <= self._left:
                 return
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

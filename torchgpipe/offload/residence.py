@@ -140,7 +140,7 @@ class HostResidence(Residence):
         for action in actions:
             by_device.setdefault(self._streams[action.j].device, []).append(action)
         program = [[Action(kind, i, self._partitions[j]) for kind, i, j in row] for row in by_device.values()]
-        stays = residency(program, self._aliases.host_memory.slots)
+        stays = residency(program, [self._aliases.host_memory.slots[device] for device in by_device])
         self._on = {
             device: _Device(row, weights, gradients)
             for (device, row), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
@@ -313,7 +313,7 @@ class _OnDemand(DispatchMode):
             return
         device = self._streams[j].device
         present = [k for k in self._resident if self._streams[k].device == device]
-        for k in [k for k in present if k not in needed][: max(0, len(present) + 1 - self._memory.slots)]:
+        for k in [k for k in present if k not in needed][: max(0, len(present) + 1 - self._memory.slots[device])]:
             self._evict(k)
             self._resident.remove(k)
         # In the thread and on the stream of the operation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,13 @@ from torchgpipe.devices.device import default_devices
 from torchgpipe.devices.memory import memory_in_use, shown_size
 from torchgpipe.devices.typing import Device
 
-__all__ = ["cycled", "verify_fits", "verify_home", "verify_offload"]
+__all__ = ["Pin", "Slots", "cycled", "each_device", "verify_fits", "verify_home", "verify_offload"]
+
+T = TypeVar("T")
+
+#: For each device, how many partitions have room, and how many bytes may be pinned; or one number for all.
+Slots: TypeAlias = int | tuple[int, ...]
+Pin: TypeAlias = int | tuple[int | None, ...] | None
 
 
 def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
@@ -24,25 +30,39 @@ def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
     return [known[j % len(known)] for j in range(n)] if known else []
 
 
-def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[int, int | None, bool] | None:
-    """Return the arguments of `HostMemory`, or None if weights live on devices.
+def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[Slots, Pin, bool] | None:
+    """Return the arguments of `HostMemory` but the devices, or None if weights live on devices.
 
     Raises:
-        TypeError: ``slots`` or ``pin`` is no integer.
+        TypeError: ``slots`` or ``pin`` is no integer, and no list of these.
         ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
     """
     if offload not in (True, False, "weights"):
         raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
     if not offload:
         return None
-    for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
-        if name == "pin" and number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an integer, but got {number!r}")
-        if number < least:
-            raise ValueError(f"{name} must be {least} or more, but got {number}")
+    slots, pin = (tuple(each) if isinstance(each, list) else each for each in (slots, pin))
+    for name, given, least in (("slots", slots, 1), ("pin", pin, 0)):
+        for number in given if isinstance(given, tuple) else (given,):
+            if name == "pin" and number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must be an integer, or a list of one for each device, but got {given!r}")
+            if number < least:
+                raise ValueError(f"{name} must be {least} or more, but got {number}")
     return slots, pin, offload != "weights"
+
+
+def each_device(name: str, setting: T | tuple[T, ...], devices: Iterable[torch.device]) -> dict[torch.device, T]:
+    """Return the setting of each device, given one for all, or one for each in the order of their first partitions."""
+    places = list(dict.fromkeys(devices))
+    settings = setting if isinstance(setting, tuple) else (setting,) * len(places)
+    if len(settings) != len(places):
+        raise ValueError(
+            f"{name} has {len(settings)} numbers, but the partitions are on {len(places)} devices, "
+            f"{', '.join(map(str, places))}; give a number for each, or one for all"
+        )
+    return dict(zip(places, settings))
 
 
 def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -67,7 +87,7 @@ def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
             )
 
 
-def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> None:
+def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: Slots) -> None:
     """Check that the weights of the largest partitions fit on their devices, as far as these tell their memory.
 
     Devices are all accelerators, or all the CPU: a partition that computes in host memory would find there what is
@@ -75,7 +95,7 @@ def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> N
 
     Args:
         sizes: for each partition, its name, its device, and the bytes of its weights
-        slots: the partitions that are there at a time
+        slots: the partitions that are there at a time; see `HostMemory`
 
     Raises:
         ValueError: they do not fit, or the CPU is a device beside an accelerator.
@@ -87,15 +107,16 @@ def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> N
             f"offload=True got the devices {', '.join(map(str, devices))}: with weights in host memory, the CPU is no "
             "device beside an accelerator; leave the CPU out of devices, or leave out offload"
         )
+    slots_of = each_device("slots", slots, devices)
     by_device: dict[torch.device, list[tuple[int, str]]] = {}
     for name, device, size in sizes:
         by_device.setdefault(device, []).append((size, name))
     for device, weights in by_device.items():
-        use = memory_in_use(device)
-        largest = sorted(weights, reverse=True)[:slots]
+        use, count = memory_in_use(device), slots_of[device]
+        largest = sorted(weights, reverse=True)[:count]
         if use is not None and sum([size for size, _ in largest]) > use[2]:
             size, name = largest[0]
             raise ValueError(
-                f"{name} takes {shown_size(size)} in {slots} slots of {device} with {shown_size(use[2])}: give more "
-                f"partitions, fewer slots, or a device with {shown_size(size * slots)}"
+                f"{name} takes {shown_size(size)} in {count} slots of {device} with {shown_size(use[2])}: give more "
+                f"partitions, fewer slots, or a device with {shown_size(size * count)}"
             )

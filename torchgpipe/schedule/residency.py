@@ -68,24 +68,27 @@ class Residency(NamedTuple):
         return sum([gradients[stay.j] for row in self.gradients for stay in row])
 
 
-def residency(program: Program, slots: int) -> Residency:
+def residency(program: Program, slots: int | Sequence[int]) -> Residency:
     """Return which partitions' weights are on each device, with as few uploads as possible.
 
     Args:
         program: a list of actions for each device
-        slots: the partitions whose weights have room on a device at a time, counted from the start of the upload
+        slots: the partitions whose weights have room on a device at a time, counted from the start of the upload; a
+            number, or one for each device of the program
 
     Raises:
         ValueError: there is no slot.
     """
-    if slots < 1:
+    each = (slots,) * len(program) if isinstance(slots, int) else tuple(slots)
+    if min(each, default=1) < 1:
         raise ValueError(f"slots must be 1 or more, but got {slots}: an action needs the weights of its partition")
-    return _residency(tuple([tuple(map(Action._make, row)) for row in program]), slots)
+    return _residency(tuple([tuple(map(Action._make, row)) for row in program]), each)
 
 
 @lru_cache(maxsize=32)  # Every step asks for that of its program.
-def _residency(program: tuple[tuple[Action, ...], ...], slots: int) -> Residency:
-    return Residency([_weights(row, slots) for row in program], [_gradients(row) for row in program])
+def _residency(program: tuple[tuple[Action, ...], ...], slots: tuple[int, ...]) -> Residency:
+    weights = [_weights(row, count) for row, count in zip(program, slots, strict=True)]
+    return Residency(weights, list(map(_gradients, program)))
 
 
 class Streamed(NamedTuple):
@@ -102,12 +105,14 @@ class Streamed(NamedTuple):
     waited: float
 
 
-def streamed(program: Program, slots: int, cost: Callable[[Action], float], upload: Callable[[int], float]) -> Streamed:
+def streamed(
+    program: Program, slots: int | Sequence[int], cost: Callable[[Action], float], upload: Callable[[int], float]
+) -> Streamed:
     """Run a program on paper, with the uploads of its weights, which follow each other on each device.
 
     Args:
         program: a list of actions for each device, which can run
-        slots: the partitions whose weights have room on a device at a time
+        slots: as for `residency`
         cost: the seconds of an action
         upload: the seconds in which the weights of a partition come
     """

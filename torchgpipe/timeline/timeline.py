@@ -120,7 +120,7 @@ class Timeline:
             raise ValueError(f"a timeline is drawn as SVG, so path must end in .svg, but got {str(path)!r}")
         picture = drawing.draw(self.of_step(step), self._rows)
         if path is not None:
-            Path(path).write_text(picture)
+            Path(path).write_text(picture, encoding="utf-8")
         return picture
 
     def report(self) -> Report:

@@ -34,7 +34,7 @@ _FAILED = "terrible"
 
 def write(spans: Sequence[Span], path: Path) -> None:
     """Write spans into a file."""
-    path.write_text(json.dumps({"traceEvents": events(spans), "displayTimeUnit": "ms"}))
+    path.write_text(json.dumps({"traceEvents": events(spans), "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:

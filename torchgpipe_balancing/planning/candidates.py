@@ -34,6 +34,7 @@ __all__ = [
     "find_outcome",
     "most_partitions",
     "nearest",
+    "orders",
     "problem_of",
     "rows_of",
 ]
@@ -99,6 +100,17 @@ def candidates(given: PlanInput) -> list[Candidate]:
     found = [(problem, find_outcome(problem)) for problem in _problems(given)]
     fitting = [_candidate(problem, outcome) for problem, outcome in found if problem.excess(outcome) <= 0]
     return sorted(fitting, key=lambda candidate: (candidate.seconds, max(candidate.memory)))
+
+
+def orders(given: PlanInput) -> list[PlanInput]:
+    """Return the same with its devices as they are, from the most memory to the least, and the other way round.
+
+    Under most schedules the first device holds the most micro-batches, and the last one has the loss.
+    """
+    upwards = sorted(given.devices, key=lambda device: device.memory)
+    downwards = sorted(given.devices, key=lambda device: -device.memory)
+    tried = dict.fromkeys([given.devices, tuple(downwards), tuple(upwards)])
+    return [replace(given, devices=devices) for devices in tried]
 
 
 def nearest(given: PlanInput) -> Candidate | None:

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.device import same_memory
+from torchgpipe.devices import links
+from torchgpipe.devices.device import kind_of, same_memory
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.schedule import ScheduleName, program, simulate
 from torchgpipe.timeline.recorder import record
@@ -36,7 +38,7 @@ from torchgpipe_balancing.planning.counting import count_bytes
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
 
-__all__ = ["Recorded", "make_costs", "measured", "seconds_of_copies", "synchronize", "time_steps"]
+__all__ = ["Recorded", "make_costs", "measured", "measured_slowness", "seconds_of_copies", "synchronize", "time_steps"]
 
 _KINDS = {
     "forward": "F",
@@ -58,18 +60,18 @@ def measured(
     devices: Sequence[torch.device],
     batch: int,
     rows: Sequence[int],
-    slowness: Sequence[float],
+    slowness: Sequence[float] | None,
     *,
     seconds: float,
-) -> Costs:
-    """Measure a model.
+) -> tuple[Costs, Sequence[float]]:
+    """Measure a model, and return what it costs, and the slowness of the devices.
 
     Args:
         tested: the model
         devices: the devices to measure on
         batch: the rows of a mini-batch
         rows: the sizes of micro-batches, in increasing order. Sizes for which memory runs out are left out
-        slowness: the time that each device takes, relative to the one that times are for
+        slowness: the time that each device takes, relative to the one that times are for; None to measure it
         seconds: roughly how long to measure
     """
     owned = tested.owned()
@@ -79,12 +81,13 @@ def measured(
         times = [[_without_times(tensors, count, rows[-1], len(devices)) for tensors in owned] for count in rows]
         cells, transfers = [CellCosts()] * len(rows), (0.0, 0.0)
     else:
-        bench = _Bench(tested, devices, batch, slowness)
+        bench = _Bench(tested, devices, batch)
         smallest = rows[0]
         while rows:
             try:
                 sizes = bench.sizes(rows)
-                times, cells = bench.times(rows, seconds)
+                slowness = slowness or bench.slowness(rows[-1])
+                times, cells = bench.times(rows, seconds, slowness)
                 break
             except torch.OutOfMemoryError:  # What larger sizes take follows from the smaller ones.
                 rows = rows[:-1]
@@ -94,14 +97,15 @@ def measured(
                 "a larger number of chunks, or plan on the meta device, which tells what fits"
             )
         apart = [pair for pair in pairwise(devices) if not same_memory(*pair)]
-        transfers = seconds_of_copies(*apart[0]) if apart else (0.0, 0.0)
+        # One bandwidth stands for all links, that of the slowest.
+        transfers = max([seconds_of_copies(*pair) for pair in apart], key=itemgetter(1), default=(0.0, 0.0))
     alike = _alike(tested, owned, sizes)
     samples = [
         [replace(size, **seconds_of) for seconds_of, size in zip(_evened(of_rows, alike), sizes_of_rows)]
         for of_rows, sizes_of_rows in zip(times, sizes, strict=True)
     ]
     where = "meta" if on_meta else ", ".join(map(str, devices))
-    return make_costs(tested, samples, rows, cells, *transfers, where)
+    return make_costs(tested, samples, rows, cells, *transfers, where), slowness or [1.0] * len(devices)
 
 
 def make_costs(
@@ -169,12 +173,9 @@ class _Bench:
     See `measured` for the arguments.
     """
 
-    def __init__(
-        self, tested: ModelUnderTest, devices: Sequence[torch.device], batch: int, slowness: Sequence[float]
-    ) -> None:
+    def __init__(self, tested: ModelUnderTest, devices: Sequence[torch.device], batch: int) -> None:
         self._tested, self._devices, self._batch = tested, devices, batch
         self._counts = partition([1 + bytes_of(tensors) for tensors in tested.owned()], len(devices))
-        self._slowness = [factor for factor, count in zip(slowness, self._counts) for _ in range(count)]
         of_layers = [device for device, count in zip(devices, self._counts) for _ in range(count)]
         #: By whether each layer is a partition.
         self._configs = {True: Config([1] * len(of_layers), of_layers, 1), False: Config(self._counts, devices, 1)}
@@ -191,7 +192,13 @@ class _Bench:
                 model.zero_grad()
         return sizes
 
-    def times(self, rows: Sequence[int], seconds: float) -> tuple[list[list[Times]], list[CellCosts]]:
+    def slowness(self, rows: int) -> list[float]:
+        """Return the time that each device takes; see `measured_slowness`."""
+        return measured_slowness(self._tested, self._configs[False]._replace(chunks=self._chunks(rows)), rows)
+
+    def times(
+        self, rows: Sequence[int], seconds: float, slowness: Sequence[float]
+    ) -> tuple[list[list[Times]], list[CellCosts]]:
         """Return for each size of a micro-batch the times of each layer, and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
         runs = {key: Recorded() for key in product(rows, schedules, (True, False))}
@@ -203,13 +210,14 @@ class _Bench:
                 model, step = self._tested.pipeline(self._configs[apart]._replace(chunks=m, schedule=schedule))
                 recorded.run(model, partial(step, *[count] * m), self._devices)
             rounds += 1
-        of_rows = [self._times_of(count, runs) for count in rows]
+        of_layers = [factor for factor, count in zip(slowness, self._counts) for _ in range(count)]
+        of_rows = [self._times_of(count, runs, of_layers) for count in rows]
         return [times for times, _ in of_rows], [cells for _, cells in of_rows]
 
     def _times_of(
-        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], Recorded]
+        self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], Recorded], slowness: Sequence[float]
     ) -> tuple[list[Times], CellCosts]:
-        layers, partitions = range(len(self._slowness)), range(len(self._devices))
+        layers, partitions = range(len(slowness)), range(len(self._devices))
         apart, together = (runs[rows, "1F1B", is_apart] for is_apart in (True, False))
         seconds = {kind: [apart.mean(kind, k) for k in layers] for kind in "FB"}
         cell = {kind: _beside(seconds[kind], [together.mean(kind, j) for j in partitions]) for kind in "FB"}
@@ -223,9 +231,9 @@ class _Bench:
                 seconds[kind] = [halves.mean(kind, k) for k in layers]
                 cell[kind] = _beside(seconds[kind][first:], [halves_together.mean(kind, j) for j in partitions[1:]])
         times = [
-            {name: max(0.0, seconds[kind][k] - cell[kind]) / slowness for kind, name in NAMES.items()}
-            | {"first": apart.first(k) / slowness}
-            for k, slowness in enumerate(self._slowness)
+            {name: max(0.0, seconds[kind][k] - cell[kind]) / factor for kind, name in NAMES.items()}
+            | {"first": apart.first(k) / factor}
+            for k, factor in enumerate(slowness)
         ]
         window = statistics.median(together.windows)
         factor = window / self._simulated(together, self._chunks(rows))
@@ -291,6 +299,34 @@ class Recorded:
         return max(0.0, self.mean("first", j) - max(self.mean("B", j), self.mean("W", j)))
 
 
+def measured_slowness(tested: ModelUnderTest, config: Config, rows: int) -> list[float]:
+    """Return the time that each device takes, relative to the quickest kind; devices of one kind take as long.
+
+    Where kinds differ, the partitions go round the devices, so that each device runs all layers once. A layer that was
+    measured on a slow device would otherwise be taken for a slow layer.
+
+    Args:
+        tested: the model
+        config: a pipeline that uses all devices
+        rows: the size of a micro-batch
+    """
+    devices = list(dict.fromkeys(config.devices))
+    kinds = {device: kind_of(device) for device in devices}
+    count = Counter(kinds.values())
+    if len(count) == 1:
+        return [1.0] * len(devices)
+    seconds = dict.fromkeys(count, 0.0)
+    for turn in range(len(devices)):
+        next_of = dict(zip(devices, devices[turn:] + devices[:turn]))
+        places, recorded = [next_of[device] for device in config.devices], Recorded()
+        model, step = tested.pipeline(config._replace(devices=places))
+        for _ in range(_ROUNDS):
+            recorded.run(model, partial(step, *[rows] * config.chunks), devices)
+        for j, device in enumerate(places):
+            seconds[kinds[device]] += (recorded.mean("F", j) + recorded.mean("B", j)) / count[kinds[device]]
+    return [seconds[kind] / min(seconds.values()) for kind in kinds.values()]
+
+
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
     """Return what a cell takes beside its layers, given the times of layers by themselves and of partitions."""
     more_cells = len(apart) - len(together)
@@ -309,8 +345,7 @@ def seconds_of_copies(source: torch.device, target: torch.device, *, pinned: boo
 
     def seconds(size: int) -> float:
         original = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=pinned and target.type != "cpu")
-        copy = torch.empty(size, dtype=torch.uint8, device=target)
-        return statistics.median(time_steps(lambda: copy.copy_(original), (source, target), 10))
+        return statistics.median(time_steps(lambda: links.to(original, target, copy=True), (source, target), 10))
 
     latency = seconds(small)
     return latency, max(0.0, seconds(large) - latency) / (large - small)

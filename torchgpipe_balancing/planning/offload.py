@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise, product, takewhile
+from itertools import accumulate, cycle, pairwise, product, takewhile
 from itertools import count as count_from
 from typing import Any
 
@@ -30,7 +30,7 @@ from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.candidates import rows_of
 from torchgpipe_balancing.planning.costs import Costs, in_proportion
 from torchgpipe_balancing.planning.counting import count_bytes
-from torchgpipe_balancing.planning.measure import Recorded, make_costs, seconds_of_copies
+from torchgpipe_balancing.planning.measure import Recorded, make_costs, measured_slowness, seconds_of_copies
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest, apply, prepare_model
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
 
@@ -51,7 +51,7 @@ class OffloadPlan:
         balance: the number of layers in each partition
         devices: the devices, which partitions use in turn
         chunks: the number of micro-batches
-        slots: the partitions whose weights have room on a device at a time
+        slots: for each device, the partitions whose weights have room there at a time
         recomputes: whether all layers are recomputed
         seconds: the predicted time of a step
         memory: for each device, the bytes that it needs
@@ -67,7 +67,7 @@ class OffloadPlan:
     balance: tuple[int, ...]
     devices: tuple[torch.device, ...]
     chunks: int
-    slots: int
+    slots: tuple[int, ...]
     recomputes: bool
     seconds: float
     memory: tuple[float, ...]
@@ -88,15 +88,16 @@ class OffloadPlan:
         places = [self.devices[j % len(self.devices)] for j in range(n)]
         recomputed = range(len(self.layers)) if self.recomputes else ()
         way = Config(self.balance, places, self.chunks, "LayerMajor", recomputed)
-        arguments = {**self._options, "offload": True, "slots": self.slots, **options}
+        arguments = {**self._options, "offload": True, "slots": list(self.slots), **options}
         return apply(model, self.layers, way, self._sample, arguments)
 
     def __str__(self) -> str:
         unit, per = ("tokens", self._tokens) if self._tokens > 1 else ("rows", 1)
         forward, backward = (f"{rows * per:,.0f}" for rows in self.rows_to_hide)
+        slots = " and ".join(map(str, self.slots if len({*self.slots}) > 1 else self.slots[:1]))
         held = ", ".join(f"{shown_size(size)} on {device}" for device, size in zip(self.devices, self.memory))
         return (
-            f"{len(self.balance)} partitions, {self.slots} slots, chunks={self.chunks}, "
+            f"{len(self.balance)} partitions, {slots} slots, chunks={self.chunks}, "
             f"{'with' if self.recomputes else 'without'} recomputation: {self.seconds:.3g} s a step\n"
             f"a step moves {shown_size(self.bytes_up)} up and {shown_size(self.bytes_down)} down, at "
             f"{shown_size(self.bandwidth)} a second\n"
@@ -112,6 +113,7 @@ def plan_offload(
     target: Any,
     batch: int,
     planned: Sequence[Device],
+    slowness: Sequence[float] | None,
     chunks: Sequence[int],
     recompute: Sequence[bool],
     bandwidth: float | None,
@@ -124,19 +126,23 @@ def plan_offload(
     """
     devices = [torch.device(device.name) for device in planned]
     tested = prepare_model(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
-    costs = _measured(tested, devices, sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))}))
+    sizes = sorted({rows_of(batch, count) for count in (max(chunks), min(chunks))})
+    costs, slowness = _measured(tested, devices, sizes, slowness)
+    planned = [replace(device, slowness=factor) for device, factor in zip(planned, slowness)]
     del tested
     if bandwidth is None:
-        _, per_byte = seconds_of_copies(torch.device("cpu"), devices[0], pinned=True)
-        bandwidth = 1 / max(1e-15, per_byte)
+        per_byte = [seconds_of_copies(torch.device("cpu"), device, pinned=True)[1] for device in devices]
+        bandwidth = 1 / max(1e-15, *per_byte)
     ids = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim() == 2]
     tokens = next((tensor.shape[1] for tensor in ids if not tensor.is_floating_point()), 1)
     best, least, n = None, math.inf, len(devices)
     for partitions, count, recomputes in product(_numbers(n, len(costs.layers)), chunks, recompute):
         rows = rows_of(batch, count)
         division = _Division(costs, planned, rows, count, partitions, recomputes=recomputes)
-        for slots in _SLOTS[: max(1, partitions // n - 1)]:
-            held = [division.held(k, slots) for k in range(n)]
+        for most in _SLOTS[: max(1, partitions // n - 1)]:
+            # A device with less memory than others has fewer slots.
+            slots = [division.slots(k, most) for k in range(n)]
+            held = [division.held(k, count) for k, count in enumerate(slots)]
             least = min(least, max(held))
             if any(size > device.memory for size, device in zip(held, planned)):
                 continue
@@ -149,7 +155,7 @@ def plan_offload(
                     balance=tuple(division.balance),
                     devices=tuple(devices),
                     chunks=count,
-                    slots=slots,
+                    slots=tuple(slots),
                     recomputes=recomputes,
                     seconds=ran.seconds,
                     memory=tuple(held),
@@ -181,27 +187,32 @@ class _Division:
     def __init__(
         self, costs: Costs, devices: Sequence[Device], rows: int, m: int, partitions: int, *, recomputes: bool
     ) -> None:
-        self._n, self._m, self._recomputes = len(devices), m, recomputes
-        self.balance = partition([1 + layer.parameters for layer in costs.layers], partitions)
+        self._n, self._m, self._recomputes, self._devices = len(devices), m, recomputes, devices
+        places = tuple([j % self._n for j in range(partitions)])
+        speeds = [1 / devices[k].slowness for k in places]
+        self.balance = partition([1 + layer.parameters for layer in costs.layers], speeds=speeds)
         spans = list(pairwise(accumulate(self.balance, initial=0)))
         #: The bytes of the parameters of each partition, all and those that require grad.
         self.weights = [sum([layer.parameters for layer in costs.layers[a:b]]) for a, b in spans]
         self.trained = [sum([layer.trained for layer in costs.layers[a:b]]) for a, b in spans]
-        places = tuple([j % self._n for j in range(partitions)])
         self.program = program("LayerMajor", m, places)
-        as_measured = tuple([replace(device, slowness=1.0) for device in devices])  # Each layer on its own.
-        problem = Problem(costs.layers_at(rows, m, states=0.0), as_measured, places, self.program)
+        problem = Problem(costs.layers_at(rows, m, states=0.0), tuple(devices), places, self.program)
         recomputed = range(len(costs.layers) if recomputes else 0)
         self.costs = [problem.partition_cost(j, *span, recomputed) for j, span in enumerate(spans)]
 
-    def streamed(self, slots: int, bandwidth: float) -> Streamed:
-        """Return the simulated step with so many slots a device, given the bytes a second of uploads."""
+    def streamed(self, slots: Sequence[int], bandwidth: float) -> Streamed:
+        """Return the simulated step with so many slots on each device, given the bytes a second of uploads."""
         return streamed(
             self.program,
             slots,
             lambda action: self.costs[action.j].seconds[action.kind],
             lambda j: self.weights[j] / bandwidth,
         )
+
+    def slots(self, k: int, most: int) -> int:
+        """Return the slots that device ``k`` has room for, from two to so many; two if there is no room."""
+        fitting = (slots for slots in range(most, _SLOTS[0], -1) if self.held(k, slots) <= self._devices[k].memory)
+        return next(fitting, _SLOTS[0])
 
     def held(self, k: int, slots: int) -> float:
         """Return the bytes that device ``k`` holds."""
@@ -214,8 +225,13 @@ class _Division:
         return state + max([cost.room for cost in costs], default=0.0) + 4 * max(kept, default=0.0)
 
 
-def _measured(tested: ModelUnderTest, devices: Sequence[torch.device], sizes: Sequence[int]) -> Costs:
-    """Measure each layer as a partition of a pipeline with weights in host memory, in micro-batches of these sizes."""
+def _measured(
+    tested: ModelUnderTest, devices: Sequence[torch.device], sizes: Sequence[int], slowness: Sequence[float] | None
+) -> tuple[Costs, Sequence[float]]:
+    """Measure each layer as a partition of a pipeline with weights in host memory, in micro-batches of these sizes.
+
+    Return what it costs, and the slowness of the devices, which is measured if it is None.
+    """
     if any(tensor.is_meta for tensors in tested.owned() for tensor in tensors):
         raise ValueError("a plan with offload=True measures, so the model needs weights; load it on the CPU")
     # No partition has memory from another one: what it keeps again is its own, and so is its input.
@@ -226,7 +242,9 @@ def _measured(tested: ModelUnderTest, devices: Sequence[torch.device], sizes: Se
     ]
     layers = range(len(held))
     places = [devices[j % len(devices)] for j in layers]
-    pipeline, step = tested.pipeline(Config([1] * len(held), places, _CHUNKS, "LayerMajor", layers))
+    config = Config([1] * len(held), places, _CHUNKS, "LayerMajor", layers)
+    slowness = slowness or measured_slowness(tested, config, sizes[-1])
+    pipeline, step = tested.pipeline(config)
     samples = []
     for rows in sizes:
         recorded = Recorded()
@@ -235,8 +253,13 @@ def _measured(tested: ModelUnderTest, devices: Sequence[torch.device], sizes: Se
         sized = [Layer(**in_proportion(layer, rows, sizes[0])) for layer in held]
         samples.append(
             [
-                replace(layer, forward=recorded.mean("F", k), backward=recorded.mean("B", k), first=recorded.first(k))
-                for k, layer in enumerate(sized)
+                replace(
+                    layer,
+                    forward=recorded.mean("F", k) / factor,
+                    backward=recorded.mean("B", k) / factor,
+                    first=recorded.first(k) / factor,
+                )
+                for k, (layer, factor) in enumerate(zip(sized, cycle(slowness)))
             ]
         )
-    return make_costs(tested, samples, sizes, [CellCosts()] * len(sizes))
+    return make_costs(tested, samples, sizes, [CellCosts()] * len(sizes)), slowness

@@ -26,6 +26,7 @@ from torchgpipe_balancing.planning.candidates import (
     default_chunks,
     most_partitions,
     nearest,
+    orders,
     rows_of,
 )
 from torchgpipe_balancing.planning.check import Check, try_out
@@ -109,7 +110,9 @@ def plan(
             each, with a sample of ``MicroBatches`` of some lengths
         memory: the bytes of each device's memory, as numbers or as texts such as ``'14GiB'`` (default: what the
             accelerators have; no limit on the CPU)
-        devices: the devices (default: as many as ``memory`` has of the accelerators, or else of the CPU's cores)
+        devices: the devices (default: as many as ``memory`` has of the accelerators, or else of the CPU's cores); if
+            their memories differ, the plan uses them in this order, from the largest memory to the smallest, or the
+            other way round
         optimizer: what will train the model: a class such as ``torch.optim.AdamW``, a function that takes parameters,
             an optimizer, or the bytes that it keeps for each byte of a parameter (default: nothing)
         target: the target of the loss function, for the rows of the sample
@@ -119,7 +122,8 @@ def plan(
             each micro-batch at least two rows)
         checkpoint: whether layers may be recomputed
         margin: the share of the memory that is left free, for fragmentation and for what operations need while they run
-        speeds: how fast each device is, relative to the others (default: all are equally fast)
+        speeds: how fast each device is, relative to the others (default: measured if there are several kinds of
+            accelerators, or else all are equally fast)
         bandwidth: bytes a second between two devices (default: measured)
         seconds: how long to measure; some seventy steps run in any case
         trials: how many of the best candidates to run for a few steps, so that the quickest is chosen; 0 for none
@@ -158,13 +162,16 @@ def plan(
         raise TypeError(f"a plan decides on {' and '.join(sorted(decided))}, which cannot be given")
     planned = _planned_devices(devices, memory, speeds, margin)
     places = [torch.device(device.name) for device in planned]
+    slowness = None if speeds is None else [device.slowness for device in planned]
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
     if offload:
         recompute = (True, False) if checkpoint else (False,)
         with undisturbed(places):
-            best, least = plan_offload(model, sample, target, batch, planned, counts, recompute, bandwidth, options)
+            best, least = plan_offload(
+                model, sample, target, batch, planned, slowness, counts, recompute, bandwidth, options
+            )
         release_memory(places)
         if best is None:
             more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
@@ -176,7 +183,6 @@ def plan(
     if lengths:
         sizes = sorted({length_of(one) for one in sample})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    slowness = [device.slowness for device in planned]
     with undisturbed(places) as outside:
         tested = prepare_model(model, sample, target, most, options)
         outside.note([tested.plain(tested.rows)], tested.parameters())
@@ -185,11 +191,13 @@ def plan(
                 f"the model has {len(tested.layers)} layers that can be kept apart, fewer than the {len(places)} "
                 "devices; give fewer devices"
             )
-        costs = measured(tested, places, batch, sizes, slowness, seconds=seconds)
+        costs, factors = measured(tested, places, batch, sizes, slowness, seconds=seconds)
+        planned = tuple([replace(device, slowness=factor) for device, factor in zip(planned, factors)])
         if bandwidth is not None:
             costs = replace(costs, per_byte=1 / bandwidth)
         given = PlanInput(costs, planned, batch, states, schedules, counts, checkpoint, lengths)
-        found = candidates(given)
+        tried = [(one, candidates(one)) for one in orders(given)]
+        given, found = min(tried, key=lambda pair: pair[1][0].seconds if pair[1] else math.inf)
         if not found:
             raise DoesNotFit(_misfit(given, margin))
         fitting = try_out(tested, given, found[:_MOST], trials if costs.has_times else 0)

@@ -30,7 +30,7 @@ class Plan:
     """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
 
     Attributes:
-        input: what was planned for: the costs, the devices, the mini-batch
+        input: what was planned for: the costs, the devices in the order that was chosen, the mini-batch
         fitting: the ten best candidates that fit, the chosen one first; those that were run come before others
         sample: the sample; None in a plan that was loaded
         target: the target for the sample, if there was one
@@ -157,7 +157,8 @@ class Plan:
         """
         fitting = [asdict(candidate) for candidate in self.fitting]
         content = {"version": _VERSION, "input": asdict(self.input), "fitting": fitting}
-        Path(path).write_text(json.dumps(content, indent=1, default=sorted) + "\n")  # Layers are in a set.
+        text = json.dumps(content, indent=1, default=sorted) + "\n"  # Layers are in a set.
+        Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -170,7 +171,7 @@ class Plan:
             ValueError: the file has no plan, or one of another version.
         """
         try:
-            content = json.loads(Path(path).read_text())
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError:
             content = None
         if not isinstance(content, dict) or content.get("version") != _VERSION:
@@ -189,7 +190,7 @@ class Plan:
         """
         drawn = picture.draw(self.input, self.outcome())
         if path is not None:
-            Path(path).write_text(drawn)
+            Path(path).write_text(drawn, encoding="utf-8")
         return drawn
 
     def _repr_html_(self) -> str:
