@@ -109,7 +109,7 @@ OF_MODULES = {"_apply", "_buffers", "_load_from_state_dict", "_modules", "_param
 #: Names of named tuples, public in spite of the underscore.
 OF_TUPLES = {"_asdict", "_fields", "_replace"}
 
-#: Names of ours on classes of users.
+#: Names of ours on classes of users, and a method of the Trainer of transformers that trainers override.
 OF_USERS = {"_drives_forward", "_prepare_inputs"}
 
 

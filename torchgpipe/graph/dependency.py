@@ -8,7 +8,7 @@ branches a phony off all outputs of a cell, and `Join` ties that phony to anothe
              └─phony─┐               reaches x, though y is not computed from x
     y ──────────── Join ──── y'
 
-A checkpointed cell needs neither: its own nodes carry the phony (see `checkpoint`).
+A checkpointed cell needs neither: its own nodes carry the phony (see `drive.nodes`).
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class HostCopy:
         return None if source is None or source.device != self.device else source
 
 
-#: What is kept of a tensor until an action: the tensor, or its host copy. Only this file asks which of both.
+#: What is kept of a tensor until an action: the tensor, or its host copy; `restored` and `resident` tell.
 Kept: TypeAlias = Leaf | HostCopy
 
 

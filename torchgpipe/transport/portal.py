@@ -10,7 +10,7 @@ one edge between them. The life of a skip of micro-batch i, from partition a to 
 3. The batch passes the cells (i, a+1) ... (i, c-1).
 4. Before cell (i, c) computes, the skip is copied to c, on streams of its own. The batch drops the skip, which is then
    gone from a, unless a graph of a's own layers needs it.
-5. Cell (i, c) pops the copy. In a checkpointed cell, `Checkpoint` keeps the copy for the recomputation; else the copy
+5. Cell (i, c) pops the copy. In a cell that runs again, its node keeps the copy until then; else the copy
    is gone when the layer that pops it has finished, unless the layers' graph needs it.
 6. Backward of cell (i, c) computes the gradient of the skip, or none, if the layer did not use the skip. The copy is
    gone. The gradient is copied straight back to a.
