@@ -1,9 +1,8 @@
 """The way of the gradients of a step from aliases into ``.grad``: either all of them arrive, or none.
 
 The sum of a parameter's aliases goes to the parameter as the gradient of one plain layer would: its hooks are called
-with it once. A tensor that a layer or the loss function has captured gets its gradient directly. If
-that is a parameter, its ``.grad`` from before the step is set aside meanwhile, so that a step that fails can put it
-back.
+with it once. A tensor that a layer or the loss function has captured gets its gradient directly. If that is a
+parameter, its ``.grad`` from before the step is set aside meanwhile, so that a step that fails can put it back.
 """
 
 from __future__ import annotations
