@@ -53,19 +53,15 @@ quick: $(CLIENTS)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
 
 # A pipeline is compared with the plain model in these.
-COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py benchmarks/test_models.py \
-	cell/test_checkpoint.py gpipe \
-	compat/test_pipe.py test_docs.py practice/test_modes.py practice/test_taken_apart.py)
+COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py cell/test_checkpoint.py gpipe \
+	compat/test_pipe.py test_docs.py practice/test_modes.py)
 
 rounding: $(CLIENTS)
 	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
-# In a process that was forked coverage itself warns, and this test lets no warning pass.
-FORKING = --deselect tests/test_bugs.py::test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings
-
 coverage: $(CLIENTS)
 	$(RUN) -m coverage erase
-	$(RUN) -m coverage run -m pytest $(PARALLEL) $(FORKING) $(ARGS)
+	$(RUN) -m coverage run -m pytest $(PARALLEL) $(ARGS)
 	$(RUN) -m coverage combine --quiet
 	$(RUN) -m coverage report
 

@@ -250,7 +250,7 @@ def frames() -> Picture:
     calls: list[tuple[int, int, str]] = []
 
     def note(name: str) -> None:
-        frame: Any = this_thread.visitor.frame  # type: ignore[union-attr]
+        frame: Any = this_thread.visitor
         calls.append((frame.i, frame.column, name))
 
     for name in model.layout.spine:

@@ -1,18 +1,17 @@
 """Take waits, records, orders and locks out of the engine, one at a time, and check that a test fails each time.
 
-    python tests/mutation.py             runs all and writes the table again
-    python tests/mutation.py WORD ...    runs those with one of the words in their names, and prints the outcome only
-    python tests/mutation.py --check     only checks that all can be applied, and that their tests are there
+    python tests/mutation.py             runs all
+    python tests/mutation.py WORD ...    runs those with one of the words in their names
 
 The table is mutations.md. A row names what is taken out, the function around it, in any file, what it is for, and the
-test that noticed; the file of this test is run. A new row may name a file alone. What is taken out is a call, as the
-syntax tree has it, so neither moving nor reformatting code makes a row stale. A call that is
+test that notices. What is taken out is a call, as the syntax tree has it, so neither moving nor reformatting code makes
+a row stale. A call that is
 
 * a statement goes;
 * entered by a ``with`` statement is not entered, and what was inside stays; so a lock is not held;
 * used for its value has the value of its first argument, or of the last, if the row says so: ``wait[-1]``.
 
-What other parts of the library do, tests of results show. The tests run on copies of the sources, first as usual and
+What other parts of the library do, tests of results show. The tests run on a copy of the sources, first as usual and
 then on the accelerator of `tests.late`.
 """
 
@@ -20,24 +19,15 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "tests" / "mutations.md"
-COPIES = 2
-
-#: The tests run as usual, and on the accelerator.
-RUNS = ([], ["--late"])
-NONE_COLLECTED = 5
 
 
 class Mutation(NamedTuple):
@@ -47,7 +37,7 @@ class Mutation(NamedTuple):
         part: what is called, or, without parentheses, the lock that is held; in all of its places in the function
         place: the qualified name of the function that contains the call
         name: what the call is for
-        test: the file that should notice, and the test that did
+        test: the test that notices, in a file of ``tests``
     """
 
     part: str
@@ -55,16 +45,7 @@ class Mutation(NamedTuple):
     name: str
     test: str
 
-    @classmethod
-    def of(cls, line: str) -> Mutation:
-        """Read a row of the table."""
-        part, place, name, test = line.strip("| ").split(" | ")
-        return cls(part.strip("`"), place.strip("`"), name, test.strip("`"))
-
-    def __str__(self) -> str:
-        return f"| `{self.part}` | `{self.place}` | {self.name} | `{self.test}` |"
-
-    def apply(self, sources: Mapping[Path, str]) -> tuple[Path, str]:
+    def apply(self, sources: dict[Path, str]) -> tuple[Path, str]:
         """Return the file that changes, and its mutated source.
 
         Raises:
@@ -84,19 +65,6 @@ class Mutation(NamedTuple):
         if len(found) != 1:
             raise ValueError(f"'{self.name}' is stale: {self.part} is in {len(found)} functions {self.place}")
         return found[0]
-
-    def fault(self, sources: Mapping[Path, str]) -> str | None:
-        """Return why the mutation cannot be applied, or noticed."""
-        try:
-            path, mutated = self.apply(sources)
-            compile(mutated, path, "exec")
-        except (SyntaxError, ValueError) as error:
-            return str(error)
-        file, _, function = self.test.partition("::")
-        path = ROOT / "tests" / file
-        if not path.exists() or f"def {function.split('::')[-1]}(" not in path.read_text():
-            return f"'{self.name}' was noticed by {self.test}, which does not exist"
-        return None
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -136,46 +104,9 @@ class _Removal(ast.NodeTransformer):
         return node.args[self._keeps] if node.args and self._is_it(node) else node
 
 
-def table() -> tuple[str, list[Mutation]]:
-    """Return the head of the table, and its rows."""
-    head, rule, rows = TABLE.read_text().partition("| --- | --- | --- | --- |\n")
-    return head + rule, [Mutation.of(line) for line in rows.splitlines()]
-
-
-def main() -> None:
-    words = sys.argv[1:]
-    sources = read(ROOT)
-    head, mutations = table()
-    faults = [fault for each in mutations if (fault := each.fault(sources))]
-    if words == ["--check"] or faults:
-        sys.exit("\n".join(faults) or 0)
-    chosen = [each for each in mutations if not words or any(word in f"{each.name} {each.place}" for word in words)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(COPIES) as pool:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for k in range(COPIES):
-            copies.put(make_copy(Path(folder) / str(k)))
-
-        def outcome(mutation: Mutation) -> str | None:
-            copy = copies.get()
-            try:
-                return noticed(mutation, copy)
-            finally:
-                copies.put(copy)
-
-        tests = [*pool.map(outcome, chosen)]
-        # A test that fails without mutations would notice every mutation.
-        copy = copies.get()
-        for options in RUNS:
-            result = run_tests(copy, [*options, *sorted({test for test in tests if test})])
-            if result.returncode not in (0, NONE_COLLECTED):
-                sys.exit(f"tests fail without a mutation:\n{result.stdout}{result.stderr}")
-    missed = [mutation.name for mutation, test in zip(chosen, tests) if test is None]
-    if missed:
-        sys.exit(f"no test notices: {'; '.join(missed)}")
-    if not words:
-        names = [str(test).removeprefix("tests/").partition("[")[0] for test in tests]
-        rows = [f"{mutation._replace(test=name)}\n" for mutation, name in zip(chosen, names)]
-        TABLE.write_text(head + "".join(rows))
+def table() -> list[Mutation]:
+    rows = (ROOT / "tests" / "mutations.md").read_text().partition("| --- | --- | --- | --- |\n")[2]
+    return [Mutation(*[cell.strip("`") for cell in row.strip("| ").split(" | ")]) for row in rows.splitlines()]
 
 
 def read(root: Path) -> dict[Path, str]:
@@ -183,53 +114,39 @@ def read(root: Path) -> dict[Path, str]:
     return {path: path.read_text() for path in sorted((root / "torchgpipe").rglob("*.py"))}
 
 
-def make_copy(folder: Path) -> Path:
-    for part in ("torchgpipe", "torchgpipe_balancing", "tests", "benchmarks"):
-        if (ROOT / part).exists():
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    (ROOT / "build").mkdir(exist_ok=True)
-    (folder / "build").symlink_to(ROOT / "build")  # where the accelerator is built
-    for path, source in read(folder).items():
-        path.write_text(ast.unparse(ast.parse(source)))  # the form in which mutated files are written
-    return folder
-
-
-def noticed(mutation: Mutation, copy: Path) -> str | None:
-    """Return the first test that fails, or None."""
-    sources = read(copy)
-    file, mutated = mutation.apply(sources)
-    file.write_text(mutated)
-    try:
-        for options in RUNS:
-            result = run_tests(copy, [*options, f"tests/{mutation.test.partition('::')[0]}"])
-            if result.returncode not in (0, NONE_COLLECTED):
-                break
-        else:
-            print(f"MISSED: {mutation.name}", flush=True)
-            return None
-    finally:
-        file.write_text(sources[file])
-    # The name may contain spaces in its brackets. A race is an error after the test.
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", result.stdout, re.MULTILINE)
-    if result.returncode != 1 or failed is None:
-        sys.exit(f"'{mutation.name}' does not fail in a test:\n{result.stdout}{result.stderr}")
-    print(f"{mutation.name}\n    {failed[0]}", flush=True)
-    return failed[1]
-
-
-def run_tests(copy: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--timeout", "60"]
+def fails(copy: Path, *tests: str) -> bool:
+    """Return whether tests fail in a copy of the sources, as usual or on the accelerator."""
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--timeout", "60"]
     # Sources change within a second, which bytecode files do not notice.
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *arguments],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    for late in ([], ["--late"]):
+        command = [sys.executable, "-m", "pytest", *options, *late, *[f"tests/{test}" for test in tests]]
+        result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=600, check=False)
+        if result.returncode == 1:  # Others say that there is no such test on the accelerator, or without it.
+            return True
+    return False
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [each for each in table() if not words or any(word in f"{each.name} {each.place}" for word in words)]
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("torchgpipe", "torchgpipe_balancing", "tests", "benchmarks"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        (copy / "build").symlink_to(ROOT / "build")  # where the accelerator is built
+        if fails(copy, *{mutation.test for mutation in chosen}):
+            sys.exit("tests fail without a mutation")
+        sources = read(copy)
+        for mutation in chosen:
+            path, mutated = mutation.apply(sources)
+            path.write_text(mutated)
+            if not fails(copy, mutation.test):
+                missed.append(f"{mutation.name} ({mutation.place})")
+            path.write_text(sources[path])
+    sys.exit(f"no test notices: {'; '.join(missed)}" if missed else 0)
 
 
 if __name__ == "__main__":

@@ -260,16 +260,27 @@ class Case:
         )
 
     def _listen(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """Put hooks on some parameters and gradients into some, and return the list of what hooks will hear."""
+        """Put hooks on some parameters and gradients into some, and return the list of what hooks will hear.
+
+        In a call, hooks of a parameter that was not used may be called as well, with no gradient or with an old one.
+        """
         heard: list[tuple[str, Tensor]] = []
         generator = torch.Generator().manual_seed(5)
+        known: dict[str, Any] = {}
 
-        def before(name: str, grad: Tensor) -> Tensor:
+        def before(name: str, grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
             heard.append((name, on_host(grad)))
             return grad * 2
 
         def after(name: str, parameter: Tensor) -> None:
-            heard.append((f"{name}, accumulated", on_host(parameter.grad)))
+            if known.get(name) != (state := state_of(parameter.grad)):
+                known[name] = state
+                heard.append((f"{name}, accumulated", on_host(parameter.grad)))
+
+        def state_of(grad: Tensor | None) -> tuple[int, int] | None:
+            return None if grad is None else (id(grad), grad._version)
 
         for k, (name, parameter) in enumerate(model.named_parameters()):
             if not parameter.requires_grad:
@@ -280,6 +291,7 @@ class Case:
                 parameter.register_post_accumulate_grad_hook(partial(after, name))
             if k in self.present:
                 parameter.grad = torch.randint(-3, 4, parameter.shape, generator=generator).to(parameter)
+                known[name] = state_of(parameter.grad)
         return heard
 
     def _call(self, run: Callable[..., Any], within: Context, *inputs: Any) -> Any:

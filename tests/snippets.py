@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchgpipe
 import torchgpipe_balancing
+from tests.skip.layers import Pop, Stash
 from torchgpipe.skip import pop, skippable, stash
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
@@ -97,20 +98,6 @@ def _shown(example: doctest.Example, names: dict[str, Any]) -> str:
                 raise
             return "".join(traceback.format_exception_only(error))
     return output.getvalue()
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, input: Tensor) -> Any:
-        yield stash("skip", input)
-        return input
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, input: Tensor) -> Any:
-        skip = yield pop("skip")
-        return input + skip
 
 
 def at_hand(plain_model: bool) -> dict[str, Any]:

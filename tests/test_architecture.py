@@ -151,28 +151,18 @@ def test_no_import_leads_back() -> None:
         follow(name, [])
 
 
-PLANNING = {name: path for name, path in BALANCING.items() if room_of(name) == "planning"}
-
-
 def test_balancing_imports_only_devices_and_skips() -> None:
     """These two rooms do not import balancing, so there is no cycle, whichever package is imported first.
 
     Planning records pipelines to measure them, so it imports more, and nothing of the engine imports it.
     """
     for name, path in BALANCING.items():
-        for imported in imports(path):
-            package, _, inner = imported.partition(".")
-            if package != "torchgpipe":
-                continue
-            if name in PLANNING:
-                assert room_of(inner) in ROOMS and room_of(inner) not in ("distributed", "compat"), name
-            else:
-                assert inner.startswith(("devices.", "skip.", "proof.outside")), name
-        if name not in PLANNING:
-            later = [
-                one for one in imports(path, top_level_only=True) if one.startswith("torchgpipe_balancing.planning")
-            ]
-            assert not later, name
+        inner = {imported.partition(".")[2] for imported in imports(path) if imported.partition(".")[0] == "torchgpipe"}
+        if room_of(name) == "planning":
+            assert {room_of(one) for one in inner} <= {*ROOMS} - {"distributed", "compat"}, name
+        else:
+            assert all(one.startswith(("devices.", "skip.", "proof.outside")) for one in inner), name
+            assert not any("planning" in imported for imported in imports(path, top_level_only=True)), name
 
 
 def test_contributors_are_shown_the_rooms() -> None:

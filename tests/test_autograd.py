@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.conftest import Devices, Pipe
-from tests.graph import graph
 from tests.layers import Apply, Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.random_pipelines import MODES
@@ -103,13 +102,6 @@ def test_gradients_of_some(devices: Devices, data: st.DataObject) -> None:
     assert all(tensor.grad is None for tensor in candidates)
     model(x).square().sum().backward(inputs=inputs)
     assert equal([c.grad for c in candidates], [grad if k in chosen else None for k, grad in enumerate(expected)])
-
-
-def test_gradient_of_the_output_itself(model: GPipe) -> None:
-    """Only the last node of the graph is differentiated, without any of the layers."""
-    output = model(batch())
-    (grad,) = torch.autograd.grad(output.sum(), [output])
-    assert torch.equal(grad, torch.ones_like(output))
 
 
 # --------------------------------------------------------------------------------------------- more than once
@@ -281,6 +273,14 @@ def test_training_mode_that_was_left_and_entered_again_before_backward(model: GP
 # ----------------------------------------------------------------------------------------- without a backward
 
 
+def test_forward_mode_is_refused(devices: Devices) -> None:
+    """The pipeline would lose the tangents."""
+    model = GPipe(build(), BALANCE, devices=devices(3), chunks=CHUNKS, loss_fn=lambda output, _: output.mean())
+    for run in (model, model.step):
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="lose the tangents; use the pl"):
+            run(batch())
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 def test_no_autograd_function_without_gradients(
@@ -302,14 +302,6 @@ def test_no_autograd_function_without_gradients(
         output = model(batch())
     assert output.grad_fn is None
     assert not output.requires_grad
-
-
-def test_no_node_of_ours_without_checkpointing_on_one_device(layers: nn.Sequential) -> None:
-    """With 'never' the graph is the plain graph: splitting, layers and gathering."""
-    model = GPipe(layers, BALANCE, devices=["cpu"] * 3, chunks=CHUNKS, checkpoint="never")
-    kinds = sorted(type(node).__name__ for node in graph(model(batch())))
-    x = batch()
-    assert kinds == sorted(type(node).__name__ for node in graph(torch.cat([layers(c) for c in x.chunk(CHUNKS)])))
 
 
 # ------------------------------------------------------------------------------------------------ more usages

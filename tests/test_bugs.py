@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -118,62 +115,6 @@ def test_a_gradient_that_waits_shares_memory_with_that_of_a_parameter(pipe: Pipe
             model(x).mean().backward()
         grads = {name: parameter.grad for name, parameter in layers.named_parameters()}
         torch.testing.assert_close(grads, expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.timeout(60)
-def test_an_exception_does_not_hang(pipe: Pipe, checkpoint: str) -> None:
-    """A partition that had failed did not report that it was done with the next micro-batch.
-
-    So with at least three partitions and three micro-batches, the partition before it waited forever.
-    """
-    fails = Apply(lambda x: [][0])
-    model = pipe(nn.Sequential(nn.Tanh(), nn.Tanh(), fails), [1, 1, 1], chunks=3, checkpoint=checkpoint)
-    with pytest.raises(IndexError):
-        model(torch.rand(3, requires_grad=True))
-
-
-def test_dropout_draws_the_same_mask_again(pipe: Pipe, checkpoint: str) -> None:
-    """Recomputation drew other random numbers than forward, because partitions drew from one generator concurrently.
-
-    Then an element whose output was dropped got a gradient. Many dropouts in a row make this visible.
-    """
-    layers = nn.Sequential(*[nn.Sequential(*[nn.Dropout(0.005) for _ in range(20)]) for _ in range(2)])
-    x = torch.rand(10, 10, requires_grad=True)
-    y = pipe(layers, [1, 1], chunks=10, checkpoint=checkpoint)(x)
-    y.norm().backward()
-    assert not y.all(), "some elements were dropped"
-    assert torch.equal(y.bool(), x.grad.bool())
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.slow
-def test_a_data_loader_with_forked_workers_runs_beside_it_without_warnings() -> None:
-    """Worker threads that wait for the next mini-batch exist while the loader forks.
-
-    Python warns about this, and a process forked this way may deadlock. The script runs in its own process, because
-    other tests may have left threads of PyTorch in this one.
-    """
-    script = """
-        import threading
-        import torch
-        from torch import nn
-        from torch.utils.data import DataLoader
-        from torchgpipe import GPipe
-
-        torch.set_num_threads(1)
-        model = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu:0", "cpu:1"], chunks=2)
-        loader = DataLoader(list(torch.randn(8, 2)), batch_size=4, num_workers=1, multiprocessing_context="fork")
-        for epoch in range(2):
-            for x in loader:
-                before = threading.active_count()
-                model(x).sum().backward()
-                assert threading.active_count() == before
-        print("done")
-    """
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
-    )
-    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
 
 
 def gpipe_of_two(layers: nn.Sequential) -> nn.Module:

@@ -173,6 +173,16 @@ def test_taken_apart(model: str, needs: str, example: Example) -> None:
     assert float(theirs) == pytest.approx(float(ours), abs=1e-2)
 
 
+def test_a_gpt2_with_two_tables_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers: Any = pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("tqdm")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2))
+    gpt2.lm_head.weight = torch.nn.Parameter(gpt2.lm_head.weight.detach().clone())
+    with pytest.raises(ValueError, match="lm_head has weights of its own"):
+        runpy.run_path(str(EXAMPLES / "taken_apart.py"))["gpt2_layers"](gpt2)
+
+
 def test_unet(tmp_path: Path, example: Example) -> None:
     picture = tmp_path / "new" / "unet.png"
     small = f"--steps 2 --depth 2 --width 2 --size 16 --batch 4 --balance 2 2 2 --out {picture}"

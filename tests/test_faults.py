@@ -376,14 +376,8 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
         else:
             step(model, 2)
 
-    options = {
-        "chunks": 2,
-        "checkpoint": "always",
-        "schedule": "GPipe",
-        "loss_fn": lambda y, _: y.sum(),
-        "reduce": "mean",
-    }
-    model = pipe(build(plan, 3), [2, 2, 2], **options)
+    options = {"schedule": "GPipe", "loss_fn": lambda y, _: y.sum(), "reduce": "mean"}
+    model = pipe(build(plan, 3), [2, 2, 2], chunks=2, checkpoint="always", **options)
     run()
     grads = grads_of(model)
     values = copies(grads)

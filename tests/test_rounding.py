@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -60,20 +59,3 @@ def test_sums_that_are_exact_in_any_order_stay_exact() -> None:
     a, b = torch.arange(12.0).reshape(3, 4), torch.arange(8.0).reshape(4, 2)
     assert (a @ b).tolist() == [[28.0, 34.0], [76.0, 98.0], [124.0, 162.0]]
     assert (torch.tensor([[float("inf"), 1.0]]) @ torch.ones(2, 1)).item() == float("inf")
-
-
-def test_all_threads_round_alike() -> None:
-    layer, x = nn.Linear(128, 8), torch.randn(4, 128)
-    found: list[list[Tensor]] = []
-    thread = threading.Thread(target=lambda: found.append(step(layer, x)))
-    thread.start()
-    thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(found[0], step(layer, x), strict=True))
-
-
-def test_kernels_are_put_back() -> None:
-    layer, x = nn.Linear(128, 8), torch.randn(4, 128)
-    inside = step(layer, x)
-    with rounding():
-        pass
-    assert all(torch.equal(a, b) for a, b in zip(inside, step(layer, x), strict=True))

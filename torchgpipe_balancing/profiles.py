@@ -1,15 +1,12 @@
-"""Read, export, draw and balance what was measured for each layer.
+"""Read, export and balance what was measured for each layer.
 
 A profile is plain data: it needs neither the model nor a device, and can also be put together by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
-from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 from torchgpipe.devices.memory import shown_size
@@ -223,48 +220,6 @@ class Profile:
             f"{recomputed:.0%} of the time is recomputation."
         )
         return "\n".join([header, rule, *lines, rule, total, told])
-
-    def plot(
-        self,
-        balance: Sequence[int] | None = None,
-        by: By = "time",
-        *,
-        recompute: bool = True,
-        chunks: int = 1,
-        param_scale: float = 2.0,
-        path: str | PathLike[str] | None = None,
-    ) -> str:
-        """Draw a row for each partition, and in it a box for each layer, as wide as the layer costs. ::
-
-            profile.plot(profile.balance(4), path="balance.svg")
-
-        Args:
-            balance: the number of layers in each partition (default: all in one)
-            by: what to draw, 'time' or 'size'
-
-        Keyword Args:
-            recompute, chunks, param_scale: as in :meth:`costs`
-            path: the file to write
-
-        Returns:
-            the picture, as SVG
-
-        Raises:
-            ValueError: as in :meth:`costs`, or `balance` does not add up to the number of layers.
-
-        """
-        from torchgpipe_balancing.planning.picture import draw_costs  # An import of its own, as of all planning.
-
-        costs = self.costs(by, recompute=recompute, chunks=chunks, param_scale=param_scale)
-        balance = [len(costs)] if balance is None else list(balance)
-        if sum(balance) != len(costs):
-            raise ValueError(f"balance {balance} adds up to {sum(balance)} layers, not {len(costs)}")
-        named = list(zip([layer.name for layer in self.layers], costs))
-        partitions = [named[start:end] for start, end in pairwise(accumulate(balance, initial=0))]
-        drawn = draw_costs(partitions, _time if by == "time" else shown_size, f"{self.sample} on {self.device}")
-        if path is not None:
-            Path(path).write_text(drawn)
-        return drawn
 
 
 def _time(seconds: float) -> str:

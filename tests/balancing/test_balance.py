@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -90,22 +89,6 @@ def test_by_parameters() -> None:
     assert NEW.balance_by_parameters(module.to("meta"), partitions=2) == [3, 1]
 
 
-@pytest.mark.parametrize(
-    ("function", "signature"),
-    [
-        (NEW.balance_by_time, "module, sample, *, partitions=1, device=None, timeout=1.0"),
-        (NEW.balance_by_size, "module, sample, *, partitions=1, device=None"),
-        (NEW.balance_by_parameters, "module, *, partitions"),
-        (OLD.balance_by_time, "partitions, module, sample, *, timeout=1.0, device='cuda'"),
-        (OLD.balance_by_size, "partitions, module, input, *, chunks=1, param_scale=2.0, device='cuda'"),
-    ],
-)
-def test_signatures(function: Any, signature: str) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    assert str(inspect.Signature(bare)) == f"({signature})"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_stands_for_what_the_machine_has() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -154,9 +137,3 @@ def test_table_of_optimizers() -> None:
     for words, group in OPTIMIZERS.items():
         [scale] = [int(line[len(words) :].split()[0]) for line in table if line.startswith(words + "  ")]
         assert [2 + states_of(optimizer) for optimizer in group] == [scale] * len(group), words
-
-
-def test_public_names() -> None:
-    for package in (NEW, OLD):
-        assert all(getattr(package, name).__doc__ for name in package.__all__)
-    assert NEW.Report is NEW.Profile

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -76,18 +74,8 @@ def test_balance_leaves_recomputation_out() -> None:
         (lambda profile: profile.costs("size", chunks=0), "chunks must be 1 or more, not 0"),
         (lambda profile: profile.costs("size", param_scale=-1), "param_scale must be 0 or more, not -1"),
         (lambda profile: profile.balance(4), "3 layers cannot be split into 4 partitions"),
-        (lambda profile: profile.plot([1, 1]), r"balance \[1, 1\] adds up to 2 layers, not 3"),
     ],
 )
 def test_mistakes(profile: Profile, call: Callable[[Profile], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(profile)
-
-
-def test_a_picture_has_a_row_for_each_partition_and_a_box_for_each_layer(profile: Profile, tmp_path: Path) -> None:
-    picture = profile.plot([1, 2], by="size", path=tmp_path / "balance.svg")
-    assert (tmp_path / "balance.svg").read_text() == picture
-    titles = [one.text for one in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
-    assert titles == ["layer0: 6.0 MiB", "layer1: 8.0 MiB", "layer2: 2.0 MiB"]
-    assert "partition 1: 10.0 MiB" in picture
-    assert "partition 0: 12.000 ms" in profile.plot()

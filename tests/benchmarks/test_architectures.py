@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.campaigns.architectures import CATALOGUE, KINDS, Architecture
-from benchmarks.campaigns.architectures.precision import in_float64
 from benchmarks.campaigns.architectures.reference import Run, compare, run_plain, state
-from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 
 
 def test_the_catalogue_has_a_hundred_architectures_and_all_kinds() -> None:
@@ -66,12 +64,6 @@ def run() -> tuple[Run, Run]:
     return plain, Run(other.loss, [joined], other.shares, **state(model))
 
 
-def test_a_model_is_built_the_same_each_time() -> None:
-    one, two = TINY.build(), TINY.build()
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
-    assert all(parameter.dtype == torch.float64 for parameter in one.parameters())
-
-
 def test_two_runs_that_are_equal_compare_as_equal() -> None:
     assert compare(*run()) == []
 
@@ -99,31 +91,3 @@ def test_a_difference_is_found_and_named(damage: Callable[[Run], Any], named: st
     damage(other)
     (fault,) = compare(plain, other)
     assert fault.startswith(named)
-
-
-def test_precision_is_put_back() -> None:
-    with in_float64():
-        assert torch.ones(1).float().dtype == torch.float64
-        assert torch.ones(1).softmax(0, dtype=torch.float32).dtype == torch.float32
-        assert functional.softmax(torch.ones(1), 0, dtype=torch.float32).dtype == torch.float64
-    assert torch.ones(1).double().float().dtype == torch.float32
-    assert functional.softmax(torch.ones(1), 0, dtype=torch.float32).dtype == torch.float32
-
-
-def test_the_tables_tell_who_is_exact_and_who_is_not() -> None:
-    rows = [
-        {"name": "vit", "kind": "vision", "verdict": "exact"},
-        {"name": "timm vit", "kind": "timm", "verdict": "exact"},
-        {"name": "clip (contrastive)", "kind": "vision-language", "verdict": "refused: ValueError: rows"},
-    ]
-    result = {"rows": rows}
-    assert "| vit " in supported_models(result) and "timm vit" not in supported_models(result)
-    assert "clip" not in supported_models(result)
-    assert "clip (contrastive)" in unsupported_models(result)
-    assert [cell.strip() for cell in architectures(result).splitlines()[-1].split("|")] == [
-        "",
-        "all",
-        "3",
-        "2",
-        "",
-    ]

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import plan, plan_models, schedules
+from benchmarks import plan, schedules
 from benchmarks.cost import ideal_speed_up
 from benchmarks.peers import Request
-from benchmarks.placement import placed
 from benchmarks.pytorch_pipelines import answer as pytorch_answer
-from benchmarks.records import spread, table_of
+from benchmarks.records import spread
 from benchmarks.schedules import NAMES, WAYS
 from benchmarks.tasks import TASKS, inputs
-from benchmarks.training_speed import experiments, summary, targets
-from benchmarks.training_steps import runner, train
+from benchmarks.training_speed import targets
+from benchmarks.training_steps import runner
 from tests.benchmarks.test_benchmarks import Silent
 
 pytestmark = pytest.mark.slow
@@ -27,14 +26,6 @@ def request(model: str, devices: list[str], balance: list[int] | None = None) ->
     return {**about, "devices": devices, "balance": balance, "warm_up": 0, "steps": 1}
 
 
-def test_a_table_takes_keys_formats_spreads_and_functions() -> None:
-    row = {"n": 2, "seconds": 0.12345, "ratio": spread([1.0, 2.0, 4.0]), "empty": None}
-    columns: Any = {"n": "n", "s": "seconds:.2f", "over": "ratio:1", "none": "empty", "twice": lambda row: 2 * row["n"]}
-    line = table_of([row], columns).splitlines()[-1]
-    assert [cell.strip() for cell in line.strip("|").split("|")] == ["2", "0.12", "2.0 (1.0-4.0)", "-", "4"]
-    assert table_of([], columns) == ""
-
-
 def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
     assert ideal_speed_up(1, 8, "never") == 1
     assert ideal_speed_up(4, 1, "never") == 1  # one micro-batch: one device works after the other
@@ -43,11 +34,6 @@ def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
     assert ideal_speed_up(1, 8, "always", forward=1 / 2) == 2 / 3  # a backward as long as one forward
     assert ideal_speed_up(1, 1, "except_last") == 1
     assert ideal_speed_up(2, 10**6, "never") == pytest.approx(2)
-
-
-def test_neighbours_share_a_device_where_there_are_too_few() -> None:
-    assert placed(["cuda:0", "cuda:1"], 4) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
-    assert placed(["cpu"], 2) == ["cpu", "cpu"]
 
 
 # ---- Memory.
@@ -81,23 +67,6 @@ def test_every_way_computes_the_same(model: str) -> None:
     torch.testing.assert_close(ours, plain)
 
 
-def test_a_run_is_timed_and_summed_up() -> None:
-    size = len(TASKS["small"]["gpt"].make())
-    planned = list(experiments(["plain", "ours"], [2], ["except_last"]))
-    answers = [
-        *[{"plain": [train("plain", request("gpt", ["cpu"]))]}] * 2,
-        {"ours": [train("ours", request("gpt", ["cpu:0", "cpu:1"], [size - 3, 3]))]},
-    ]
-    naive, _, piped = summary("gpt", 4, 2, {2: [size - 3, 3]}, planned, answers)
-    assert naive["plain"]["speed-up"]["median"] == 1
-    seconds = [row[peer]["seconds"][0] for row, peer in ((naive, "plain"), (piped, "ours"))]
-    assert piped["ours"]["throughput"]["median"] == pytest.approx(4 / seconds[1])
-    assert piped["ours"]["speed-up"]["median"] == pytest.approx(seconds[0] / seconds[1])
-    answer = answers[1]["plain"][0]
-    share = answer["forward"][0] / answer["seconds"][0]
-    assert piped["ideal"] == pytest.approx(ideal_speed_up(2, 2, "except_last", share))
-
-
 def test_targets_are_held_against_the_limit_and_the_original() -> None:
     def row(experiment: str, mode: str, **peers: object) -> dict[str, object]:
         about = {"model": "resnet", "experiment": experiment, "mode": mode, "ideal": ideal_speed_up(1, 4, "always")}
@@ -123,15 +92,6 @@ def test_targets_are_held_against_the_limit_and_the_original() -> None:
 
 
 # ---- Plans.
-
-
-@pytest.mark.parametrize("family", plan_models.FAMILIES)
-def test_a_seed_makes_the_same_model(family: str) -> None:
-    first, second = (plan_models.plan_model(family, 3) for _ in range(2))
-    assert str(first.model) == str(second.model)
-    assert first.batch == second.batch
-    assert all(map(torch.equal, first.model.parameters(), second.model.parameters()))
-    assert plan_models.mean_of_squares(first.model(first.sample)).isfinite()
 
 
 def test_aims_name_the_models_that_are_far_off() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.conftest import Pipe
 from tests.faults import Plan, build, rows
-from tests.frames.models import chain
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
@@ -48,44 +47,28 @@ def pairs() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("options", "cell", "phase", "told", "advice"),
+    ("schedule", "checkpoint", "cell", "phase", "action"),
     [
-        (
-            {"schedule": "GPipe"},
-            (5, 0),
-            "forward",
-            "out of memory in F(5,0) on cpu:0, under schedule='GPipe'",
-            "more chunks, or schedule='1F1B', or checkpoint='except_last', or ",
-        ),
-        (
-            {"schedule": "1F1B", "checkpoint": "always"},
-            (2, 0),
-            "recomputation",
-            "out of memory in R(2,0) on cpu:0, under schedule='1F1B'",
-            "more chunks, or ",
-        ),
-        (
-            {"schedule": "ZeroBubble"},
-            (2, 1),
-            "weight",
-            "out of memory in W(2,1) on cpu:1, under schedule='ZeroBubble'",
-            None,
-        ),
-        (  # The inner partitions are joined, and still counted one by one.
-            {"schedule": program("GPipe", 4, [0, 0]), "chunks": 4, "devices": ["cpu", "cpu"]},
-            (1, 1),
-            "forward",
-            "out of memory in F(1,1) on cpu, under a program of your own",
-            None,
-        ),
+        ("GPipe", "never", (5, 0), "forward", "F(5,0)"),
+        ("1F1B", "always", (2, 0), "recomputation", "R(2,0)"),
+        ("ZeroBubble", "never", (2, 1), "weight", "W(2,1)"),
     ],
 )
-def test_a_step(options: dict[str, Any], cell: tuple[int, int], phase: str, told: str, advice: str | None) -> None:
-    plan, model = on(*options.get("devices", ["cpu:0", "cpu:1"]), **options)
+def test_a_step(schedule: str, checkpoint: str, cell: tuple[int, int], phase: str, action: str) -> None:
+    plan, model = on("cpu:0", "cpu:1", schedule=schedule, checkpoint=checkpoint)
     plan.add(cell, phase, torch.OutOfMemoryError)
-    first, *rest = shortage(lambda: model.step(rows(model.chunks).repeat_interleave(2, dim=0)))
-    assert first == told
-    assert advice is None or rest == [f"to take less: {advice}{PLAN}"]
+    advice = "schedule='1F1B', or checkpoint='except_last', or " if checkpoint == "never" else ""
+    assert shortage(lambda: model.step(pairs())) == [
+        f"out of memory in {action} on cpu:{cell[1]}, under schedule={schedule!r}",
+        f"to take less: more chunks, or {advice}{PLAN}",
+    ]
+
+
+def test_partitions_that_are_joined_are_counted_one_by_one() -> None:
+    plan, model = on("cpu", "cpu", schedule=program("GPipe", 8, [0, 0]))
+    plan.add((1, 1), "forward", torch.OutOfMemoryError)
+    told, *_ = shortage(lambda: model.step(pairs()))
+    assert told == "out of memory in F(1,1) on cpu, under a program of your own"
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
@@ -112,17 +95,9 @@ def test_without_backward(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_pipelined_model(phase: str) -> None:
-    """A model that need not be a Sequential."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        for layer in self.layers:
-            input = layer(input)
-        return input
-
     plan = Plan()
     options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "balance": [1, 1], "schedule": "GPipe"}
-    loss_fn = lambda output, target=None: output.mean()  # noqa: E731
-    model: Any = pipelined(chain(forward, *build(plan, 2)), rows(2), chunks=8, loss_fn=loss_fn, **options)
+    model: Any = pipelined(build(plan, 2), rows(2), chunks=8, loss_fn=lambda output, _: output.mean(), **options)
     plan.add((4, 0), phase, torch.OutOfMemoryError)
     action = "F(4,0)" if phase == "forward" else "B(4,0)"
     rest = f"or checkpoint=True, or {PLAN}"

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients, same
 from torchgpipe import pipelined
-from torchgpipe.frames import frame, threads
+from torchgpipe.frames import threads
 from torchgpipe.frames.pipeline import NumbersOfProof
 from torchgpipe.frames.proof import FramesProof
 from torchgpipe.model.comparison import Comparison
@@ -592,6 +592,7 @@ def test_a_leaf_outside_that_one_micro_batch_alone_uses_is_no_fault() -> None:
 def test_a_thread_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that had not begun had no number, so the time that it had computed could not be asked for."""
     asked, begin, count = threading.Event(), threads._Thread.run, itertools.count()
+    computed = threads.seconds_of
 
     def begins_late(self: Any) -> None:
         if not self.name.endswith(" 0"):
@@ -600,12 +601,12 @@ def test_a_thread_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
 
     def seconds_of(ident: int) -> float:
         try:
-            return threads.seconds_of(ident) + next(count)
+            return computed(ident) + next(count)
         finally:
             asked.set()
 
     monkeypatch.setattr(threads._Thread, "run", begins_late)
-    monkeypatch.setattr(frame, "seconds_of", seconds_of)
+    monkeypatch.setattr(threads, "seconds_of", seconds_of)
     monkeypatch.setattr(FramesProof, "patience", 0.01)
     two(Chain())
 

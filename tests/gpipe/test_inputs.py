@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ def test_containers_keep_their_types_all_the_way(pipe: Pipe) -> None:
     model = pipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], chunks=2)
     x, y = make_input(4), make_input(4)
     value = {"pair": Pair(x, y), "list": [x, None], "tuple": (y,), "empty": (), "ordered": OrderedDict(b=x, a=y)}
+    value["default"] = defaultdict(list, {3: x})
     output = model(value)
     assert list(output) == list(value)
     assert type(output["pair"]) is Pair
@@ -34,6 +35,7 @@ def test_containers_keep_their_types_all_the_way(pipe: Pipe) -> None:
     assert output["list"][1] is None
     assert output["empty"] == ()
     assert list(output["ordered"]) == ["b", "a"]
+    assert output["default"].default_factory is list and torch.equal(output["default"][3], x)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

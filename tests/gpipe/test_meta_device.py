@@ -20,12 +20,10 @@ from torchgpipe import GPipe
     [
         lambda **kwargs: nn.Linear(2, 2, **kwargs),
         lambda **kwargs: nn.Embedding(4, 2, **kwargs),
-        lambda **kwargs: nn.Conv1d(2, 2, 1, **kwargs),
-        lambda **kwargs: nn.LayerNorm(2, **kwargs),
         lambda **kwargs: nn.BatchNorm1d(2, **kwargs),
         lambda **kwargs: nn.TransformerEncoderLayer(2, 1, 4, **kwargs),
     ],
-    ids=["Linear", "Embedding", "Conv1d", "LayerNorm", "BatchNorm1d", "TransformerEncoderLayer"],
+    ids=["Linear", "Embedding", "BatchNorm1d", "TransformerEncoderLayer"],
 )
 def test_a_model_on_the_meta_device_is_initialized_as_if_made_on_its_devices(layer: Callable[..., nn.Module]) -> None:
     torch.manual_seed(1)
@@ -124,10 +122,5 @@ def test_real_tensors_beside_those_on_the_meta_device_keep_their_values() -> Non
         def reset_parameters(self) -> None:
             nn.init.ones_(self.weight)
 
-    try:
-        model = GPipe(nn.Sequential(Table()), [1], devices=["cpu"])
-    except ValueError as error:
-        assert "meta device" in str(error)
-    else:
-        assert torch.equal(model[0].table, torch.arange(64.0))
-        assert torch.equal(model[0].weight, torch.ones(2))
+    model = GPipe(nn.Sequential(Table()), [1], devices=["cpu"])
+    assert torch.equal(model[0].table, torch.arange(64.0)) and torch.equal(model[0].weight, torch.ones(2))

@@ -57,27 +57,15 @@ MAKING: list[Row] = [
         (lambda module=module: GPipe(module, [1]), TypeError, NO_SEQUENTIAL)
         for module in (LAYER, nn.ModuleList([LAYER]), nn.Identity, None, print)
     ],
-    (
-        lambda: GPipe(named(encoder=LAYER, middle=nn.ReLU(), decoder=LAYER), [2, 1]),
-        ValueError,
-        ["duplicate children", "'encoder'", "'decoder'"],
-    ),
-    (
-        lambda: GPipe(tied(), [1, 2], devices=TWO),
-        ValueError,
-        [*SHARED, "encoder.weight", "decoder.0.weight", "encoder.bias", "decoder.0.bias"],
-    ),
+    (lambda: GPipe(named(a=LAYER, b=LAYER), [1, 1]), ValueError, ["duplicate children", "'a'", "'b'"]),
+    (lambda: GPipe(tied(), [1, 2], devices=TWO), ValueError, [*SHARED, "encoder.weight", "decoder.0.bias"]),
     (lambda: GPipe(nn.Sequential(nn.Sequential(LAYER), nn.Sequential(LAYER)), [1, 1], devices=TWO), ValueError, SHARED),
     # The balance.
     (lambda: GPipe(make_model(3)), ValueError, ["balance is required", "3", *BALANCING]),
     # More of them are in model/test_verify.py.
     (lambda: wrap(3, []), ValueError, ["(module: 3, sum of balance: 0)", *BALANCING]),
     (lambda: wrap(3, [2, 2]), ValueError, ["(module: 3, sum of balance: 4)", *BALANCING]),
-    (
-        lambda: wrap(3, [1, -1, 3]),
-        ValueError,
-        ["^all balance numbers must be positive integers (balance: [1, -1, 3], layers: 3)", *BALANCING],
-    ),
+    (lambda: wrap(3, [1, -1, 3]), ValueError, ["^all balance numbers must be positive integers ", *BALANCING]),
     # The errors were once those of int(), and fractions were silently truncated.
     *[
         (lambda balance=balance: wrap(3, balance), TypeError, ["takes a list of integers", repr(balance), *BALANCING])
@@ -86,45 +74,22 @@ MAKING: list[Row] = [
     (lambda: GPipe(make_model(1), [1], ["cpu"]), TypeError, ["positional argument"]),
     # The devices. A string would be read letter by letter.
     *[
-        (
-            lambda device=device: wrap(2, [1, 1], devices=device),
-            TypeError,
-            ["^devices must be a list ", f" devices=[{device!r}] * 2"],
-        )
+        (lambda device=device: wrap(2, [1, 1], devices=device), TypeError, ["^devices must be ", f"=[{device!r}] * 2"])
         for device in ("cpu", 0, torch.device("cpu"))
     ],
-    (
-        lambda: wrap(3, [1, 1, 1], devices=TWO),
-        IndexError,
-        [
-            "too few devices to hold given partitions",
-            "(devices: 2, partitions: 3)",
-            "devices=['cpu:0', 'cpu:0', 'cpu:1']",
-        ],
-    ),
+    (lambda: wrap(3, [1, 1, 1], devices=TWO), IndexError, ["too few devices", "=['cpu:0', 'cpu:0', 'cpu:1']"]),
     # The meta device was once accepted, and the call failed: it has no module.
     (lambda: wrap(2, [1, 1], devices=["cpu", "meta"]), ValueError, ["meta device, which devices[1] is"]),
     # Settings; for chunks, see model/test_settings.py.
     *[
-        (
-            lambda mode=mode: wrap(checkpoint=mode),
-            ValueError,
-            ["checkpoint is not one of 'always', 'except_last', or 'never'", str(mode)],
-        )
-        for mode in ("sometimes", "ALWAYS", "", None, 1)
+        (lambda mode=mode: wrap(checkpoint=mode), ValueError, ["checkpoint is not one of 'always', ", str(mode)])
+        for mode in ("sometimes", "", None, 1)
     ],
     *[
         (lambda name=name: wrap(**{name: "mse"}), TypeError, [f"^{name} must be a function, ", "but got 'mse'"])
         for name in ("loss_fn", "weight")
     ],
-    *[
-        (
-            lambda value=value: NoChunk(value),
-            TypeError,
-            ["^NoChunk only supported for tensors, found: ", type(value).__name__],
-        )
-        for value in (None, 3, "text", [torch.zeros(1)])
-    ],
+    (lambda: NoChunk([torch.zeros(1)]), TypeError, ["^NoChunk only supported for tensors, found: ", "list"]),  # type: ignore[arg-type]
 ]
 
 
@@ -170,13 +135,8 @@ CALLS: list[tuple[list[nn.Module], tuple[Any, ...], type[Exception], list[str]]]
     ],
     # Values that are no tensors.
     ([nn.Identity()], ("text",), TypeError, ["input", "itself", "str"]),
-    ([nn.Identity()], (3,), TypeError, ["input", "itself", "int"]),
-    ([nn.Identity()], ((ZEROS, "text", [3]),), TypeError, ["input", "[1]", "str", "[2][0]", "int"]),
-    ([nn.Identity()], ([ZEROS, 0.5],), TypeError, ["input", "[1]", "float"]),
-    ([nn.Identity()], ({"x": ZEROS, "label": {"name": "text"}},), TypeError, ["input", "['label']['name']", "str"]),
+    ([nn.Identity()], ((ZEROS, numpy.zeros(2), [3]),), TypeError, ["input", "[1]", "ndarray", "[2][0]", "int"]),
     ([nn.Identity()], (ZEROS, (None, {"flag": True})), TypeError, ["input", "[1][1]['flag']", "bool"]),
-    ([nn.Identity()], ((ZEROS, {1, 2}),), TypeError, ["input", "[1]", "set"]),
-    ([nn.Identity()], ((ZEROS, numpy.zeros(2)),), TypeError, ["input", "[1]", "ndarray"]),
     # Tensors that cannot be split. The errors were once those of an operation that they lack.
     ([nn.Identity()], (eye(),), TypeError, ["along dimension 0: the value itself is torch.sparse_coo ", "NoChunk"]),
     ([nn.Identity()], (ZEROS, eye()), TypeError, ["along dimension 0: [1] is torch.sparse_coo "]),
@@ -191,12 +151,6 @@ CALLS: list[tuple[list[nn.Module], tuple[Any, ...], type[Exception], list[str]]]
         ({"x": torch.zeros(6, 4), "rest": [torch.zeros(6), torch.zeros(5, 4)], "none": None},),
         ValueError,
         ["['x']", "(6, 4)", "['rest'][0]", "(6,)", "['rest'][1]", "(5, 4)", "NoChunk"],
-    ),
-    (
-        [Apply(torch.add)],
-        (torch.zeros(6, 4), torch.zeros(5, 4)),
-        ValueError,
-        ["[0]", "(6, 4)", "[1]", "(5, 4)", "NoChunk"],
     ),
     # Outputs.
     ([Apply(torch.sum)], (ZEROS,), ValueError, ["dimension"]),

@@ -54,15 +54,6 @@ def test_a_state_dict_of_the_original_loads_whatever_balance_it_was_saved_under(
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_a_state_dict_of_the_original_with_named_layers_inside_another_model(pipe: Pipe) -> None:
-    module = nn.Sequential(OrderedDict(encoder=nn.Linear(2, 2), decoder=nn.Linear(2, 2)))
-    state = {f"body.{key}": value for key, value in originals_keys(module, [1, 1]).items()}
-    assert "body.partitions.1.decoder.weight" in state
-    model = nn.ModuleDict({"body": pipe(copy.deepcopy(module).apply(_scramble), [2])})
-    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
-    assert torch.equal(model["body"].decoder.weight, module.decoder.weight)
-
-
 def _scramble(module: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:

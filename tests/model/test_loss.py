@@ -363,21 +363,14 @@ def test_an_error_of_its_backward_says_so() -> None:
             raise ArithmeticError
 
     x = inputs()
+    options: dict[str, Any] = {"loss_fn": lambda y, _: Fails.apply(y).mean(), "schedule": "GPipe"}
+    place = "partition 1 (layers '2'..'2') on cpu:1, during"
     for checkpoint, notes in (
-        (
-            "always",
-            [
-                "in the backward of the loss",
-                "micro-batch 0 of 4, partition 1 (layers '2'..'2') on cpu:1, during forward",
-            ],
-        ),
-        ("never", ["micro-batch 3 of 4, partition 1 (layers '2'..'2') on cpu:1, during backward"]),
+        ("always", ["in the backward of the loss", f"micro-batch 0 of 4, {place} forward"]),
+        ("never", [f"micro-batch 3 of 4, {place} backward"]),
     ):
-        _, step = of_layers(
-            layers(), x, loss_fn=lambda y, _: Fails.apply(y).mean(), checkpoint=checkpoint, schedule="GPipe"
-        )
         with pytest.raises(ArithmeticError) as raised:
-            step(x)
+            of_layers(layers(), x, checkpoint=checkpoint, **options).step(x)
         assert raised.value.__notes__ == notes
 
 

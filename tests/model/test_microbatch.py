@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import OrderedDict, defaultdict
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.plain import assert_equal, tensors
+from tests.plain import tensors
 from torchgpipe import GPipe, NoChunk, pipelined
 from torchgpipe.model.microbatch import Batch, gather, scatter
 
@@ -58,15 +55,6 @@ def test_a_gathered_output_has_memory_of_its_own(m: int) -> None:
         assert output.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize(
-    "other", [numbers(1), None, (numbers(1),), [numbers(1), numbers(1)], (numbers(1), None), {"x": numbers(1)}]
-)
-def test_gather_of_different_structures_tells_which(other: Any) -> None:
-    pieces = [(numbers(1), numbers(1)), (numbers(1), numbers(1)), other]
-    with pytest.raises(ValueError, match="micro-batch 2"):
-        gather([Batch.of(piece, "piece") for piece in pieces])
-
-
 def test_a_single_micro_batch_may_have_no_dimensions_and_several_are_told_what_to_do() -> None:
     x = torch.tensor(3)
     output = gather([Batch.of(x, "x")])
@@ -74,33 +62,6 @@ def test_a_single_micro_batch_may_have_no_dimensions_and_several_are_told_what_t
     assert output is not x
     with pytest.raises(ValueError, match="dimension"):
         gather([Batch.of(torch.tensor(1), "x"), Batch.of(torch.tensor(2), "x")])
-
-
-# There and back
-
-
-def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        return st.one_of(
-            st.lists(inner, max_size=3),
-            st.lists(inner, max_size=3).map(tuple),
-            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-            st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
-            st.dictionaries(st.integers(0, 3), inner, max_size=3).map(lambda items: defaultdict(list, items)),
-        )
-
-    return st.recursive(leaf, containers, max_leaves=6)
-
-
-@given(data=st.data(), batch=st.integers(0, 7), chunks=st.integers(1, 5))
-def test_what_is_scattered_and_gathered_is_as_before(data: st.DataObject, batch: int, chunks: int) -> None:
-    leaf = st.one_of(st.none(), st.builds(numbers, st.just(batch)), st.builds(torch.arange, st.just(batch)))
-    value = data.draw(nested(leaf))
-    if not list(tensors(value)):
-        value = [value, numbers(batch)]
-    batches = scatter((value,), chunks, CPU)
-    assert len(batches) == len(numbers(batch).chunk(chunks))
-    assert_equal(gather(batches), value)
 
 
 @pytest.mark.parametrize("call", ["forward", "step"])

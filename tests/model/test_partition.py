@@ -50,14 +50,6 @@ def test_writing_to_a_view_is_refused_and_tells_where_to_write(write: str) -> No
 # Devices
 
 
-def test_every_partition_is_moved_to_its_device() -> None:
-    """The meta device stands in for an accelerator."""
-    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1), nn.Linear(1, 1))
-    place(split(layers_of(module), [1, 1, 1]), [torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
-    for layer, kind in zip(module, ["cpu", "meta", "cpu"]):
-        assert {tensor.device.type for tensor in layer.state_dict().values()} == {kind}
-
-
 def test_a_partition_that_is_in_its_place_is_not_copied() -> None:
     """PyTorch itself copies a CPU tensor to 'cpu:1'. Parameters stay themselves, so that an optimizer keeps them."""
     module = make_model(2)

@@ -11,7 +11,6 @@ from torch import nn
 
 from torchgpipe import GPipe
 from torchgpipe.batchnorm import DeferredBatchNorm
-from torchgpipe.model.settings import checkpoint_stop
 from torchgpipe.pipe import Pipe
 
 TOLD = {
@@ -54,8 +53,3 @@ def test_chunks_become_an_int(who: str, given: Any) -> None:
 def test_checkpoint_modes_by_other_names(given: Any, mode: str) -> None:
     model = GPipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], checkpoint=given)
     assert model.checkpoint == mode
-
-
-@pytest.mark.parametrize(("mode", "stop"), [("always", 5), ("except_last", 4), ("never", 0)])
-def test_the_first_micro_batches_are_checkpointed(mode: str, stop: int) -> None:
-    assert checkpoint_stop(mode, 5) == stop

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from torchgpipe.model.verify import verify_balance, verify_compiled
+from torchgpipe.model.verify import verify_balance
 
 
 @given(counts=st.lists(st.integers(-1, 4), max_size=5), layers=st.integers(0, 12))
@@ -26,15 +19,3 @@ def test_a_balance_that_fits_is_returned_as_a_list_and_any_other_is_refused(coun
         assert str(layers) in first and (str(sum(counts)) in first or str(counts) in first)
     else:
         assert fits
-
-
-@pytest.mark.parametrize(
-    "devices, refused", [(["cuda:0", "cuda:1"], True), (["cuda:0"], False), (["cpu:0", "cpu:1"], False)]
-)
-def test_cuda_graphs_are_refused_on_several_devices(devices: list[str], refused: bool) -> None:
-    """PyTorch keeps them for each thread, and asserted in the workers' threads, which are new in each call."""
-    layer: Any = nn.Linear(1, 1)
-    # As after layer.compile(mode="reduce-overhead"); the compiler takes seconds to import.
-    layer._compiled_call_impl = SimpleNamespace(get_compiler_config=lambda: {"triton.cudagraphs": True})
-    with pytest.raises(ValueError, match="max-autotune-no-cudagraphs") if refused else nullcontext():
-        verify_compiled([nn.Tanh(), layer], list(map(torch.device, devices)))

@@ -186,20 +186,14 @@ def with_lightning(
     save: Path | None = None,
     resume: Path | None = None,
     kind: type[Task] = Task,
-    averages: bool = False,
     **options: Any,
 ) -> dict[str, list[float]]:
     """Fit for two epochs, each with two batches of four rows and one of two, and validate after each."""
-    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-
     task = kind(model)
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0}
     settings |= {"max_epochs": 1 if save else 2}
     settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    settings |= {"enable_checkpointing": averages}
-    if averages:  # by copies of the whole module
-        saves = ModelCheckpoint(dirpath=folder, save_last=True, monitor="validation_loss")
-        settings |= {"callbacks": [EMAWeightAveraging(decay=0.9), saves]}
+    settings |= {"enable_checkpointing": False}
     trainer = lightning.Trainer(default_root_dir=folder, **settings | options)
     loaders = [DataLoader(rows(name, 10, seed=seed), batch_size=4, collate_fn=collate) for seed in (0, 1)]  # type: ignore[arg-type]
     trainer.fit(task, *loaders, ckpt_path=resume and resume / "last.ckpt")

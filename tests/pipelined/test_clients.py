@@ -98,7 +98,6 @@ SCENARIOS: dict[str, tuple[Fit, str, dict[str, Any]]] = {
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     ),
     "Lightning, by steps": (with_lightning, "llama", {"kind": TaskThatSteps}),
-    "Lightning, averaged weights": (with_lightning, "llama", {"averages": True}),
 }
 
 

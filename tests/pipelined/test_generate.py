@@ -73,38 +73,6 @@ def test_it_says_once_that_it_is_not_faster() -> None:
     assert len([one for one in caught if "with a cache" in str(one.message)]) == 1
 
 
-def test_scores_states_and_streams() -> None:
-    """What generate returns beside the tokens, and what it says on the way."""
-    results, streams = [], []
-
-    class Stream(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc, name-defined]
-        def put(self, value: torch.Tensor) -> None:
-            said.append(value.tolist())
-
-        def end(self) -> None:
-            said.append(None)
-
-    for model in (llama(), in_pipeline(llama())):
-        said: list[Any] = []
-        wanted = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
-        results.append(generate(model.eval(), "llama", rows=1, do_sample=False, streamer=Stream(), **wanted))
-        streams.append(said)
-    expected, ours = results
-    assert torch.equal(ours.sequences, expected.sequences)
-    assert streams[0] == streams[1]
-    for one, other in zip((ours.scores, *ours.hidden_states), (expected.scores, *expected.hidden_states), strict=True):
-        assert_close(dict(enumerate(one)), dict(enumerate(other)))
-
-
-def test_a_draft_of_the_pipeline_is_accepted_by_the_plain_model() -> None:
-    """Assisted generation keeps two models and their caches in step."""
-    draft = in_pipeline(llama()).eval()
-    expected = generate(llama().eval(), "llama", rows=1, do_sample=False)
-    for model, assistant in ((llama().eval(), draft), (draft, llama().eval())):
-        tokens = generate(model, "llama", rows=1, do_sample=False, assistant_model=assistant)
-        assert torch.equal(tokens, expected)
-
-
 def test_a_cache_of_the_caller() -> None:
     """A cache is filled by one call and read by the next, as in a chat."""
     model = in_pipeline(llama()).eval()

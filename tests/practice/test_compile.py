@@ -18,6 +18,7 @@ from tests.layers import Using
 from tests.plain import assert_same, outcome, plain_outcome, run_plain
 from tests.skip.layers import pair
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.replay.phase import enter_phase
 
 # torch.compile looks at every input's `.grad` and hides the warning about it, unless warnings are errors.
@@ -153,6 +154,7 @@ def with_skip() -> list[nn.Module]:
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "skips": with_skip,
     "batch norm": lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)],
+    "deferred batch norm": lambda: [nn.Linear(4, 4), DeferredBatchNorm(4, chunks=3), nn.Linear(4, 4)],
     "dropout": lambda: [nn.Dropout(), nn.Linear(4, 4), nn.Dropout()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)],
     "phase": lambda: [Using(scaled) for _ in range(3)],

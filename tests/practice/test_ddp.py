@@ -165,7 +165,7 @@ def gradients_are_those_of_the_joined_batch(way: Way) -> None:
     same graph.
     """
     small = {"bucket_cap_mb": 1e-5, "gradient_as_bucket_view": True}
-    for options in ({}, small, {"static_graph": True}, {"find_unused_parameters": True}):
+    for options in ({}, small, {"static_graph": True}):
         trial = Trial(way, **options)
         for step, size in enumerate([12, 4, 2, 12]):
             trial.step(*data(size, step))

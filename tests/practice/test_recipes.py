@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, AdamW, lr_scheduler
+from torch.optim import AdamW, lr_scheduler
 
 from tests.accelerator import DEVICE, KIND, needs_accelerator
 from tests.conftest import Devices, Pipe
@@ -29,11 +28,6 @@ from torchgpipe import GPipe
 STEPS = 6
 CHUNKS = 3
 BALANCE = [2, 1, 3]
-
-Optimizer: TypeAlias = torch.optim.Optimizer
-
-adam = partial(AdamW, lr=0.01)
-momentum = partial(SGD, momentum=0.9, lr=0.01)
 
 
 def make_layers() -> nn.Sequential:
@@ -52,66 +46,38 @@ def batches(steps: int, accumulate: int = 1) -> list[list[tuple[Tensor, Tensor]]
     ]
 
 
-@dataclass
-class Recipe:
-    """How to train.
+def train(
+    layers: nn.Sequential, run: Callable[[Tensor], Tensor], within: Callable[[], Any], scale: float, accumulate: int
+) -> dict[str, Any]:
+    """Train layers that ``run`` runs, as users write it, and return the events of each step, and the parameters.
 
-    Attributes:
-        optimizer: makes the optimizer of two groups, with and without decay
-        schedule: makes the schedule of an optimizer, if any
-        clip: what clips the gradients of all devices, if anything
-        dtype: the type of numbers of autocast, if any
+    Args:
+        within: what the loss is computed in
         scale: the first scale of the loss; 0 for no scaling
         accumulate: the number of mini-batches in a step
     """
-
-    optimizer: Callable[..., Optimizer] = adam
-    schedule: Callable[[Optimizer], Any] = lambda optimizer: None
-    clip: Callable[..., Any] = lambda parameters: None
-    dtype: torch.dtype | None = None
-    scale: float = 0.0
-    accumulate: int = 1
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype is None else torch.autocast("cpu", self.dtype)
-
-
-def train(layers: nn.Sequential, recipe: Recipe, run: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Train layers that ``run`` runs, as users write it, and return the events of each step, and the parameters."""
     named = [*layers.named_parameters()]
     decayed = {"params": [parameter for name, parameter in named if name.endswith("weight")], "weight_decay": 0.1}
-    optimizer = recipe.optimizer([decayed, {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.02}])
-    schedule = recipe.schedule(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=recipe.scale or 1.0, growth_interval=2, enabled=recipe.scale > 0)
-    losses, norms, rates, scales = [], [], [], [recipe.scale]
-    for step in batches(STEPS, recipe.accumulate):
+    optimizer = AdamW([decayed, {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.02}], lr=0.01)
+    schedule = lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale > 0)
+    losses, norms, rates, scales = [], [], [], [scale]
+    for step in batches(STEPS, accumulate):
         optimizer.zero_grad()
         for x, y in step:
-            with recipe.autocast():
-                output = run(x)
-                output = output if output.dtype == torch.float64 else output.float()
-                loss = F.cross_entropy(output, y) / recipe.accumulate
+            with within():
+                loss = F.cross_entropy(run(x).float(), y) / accumulate
             scaler.scale(loss).backward()
             losses.append(loss.item())
         scaler.unscale_(optimizer)
-        norm = recipe.clip(layers.parameters())
+        norms.append(clip_grad_norm_(layers.parameters(), 0.5).item())
         scaler.step(optimizer)
         scaler.update()
-        if schedule is not None:
-            schedule.step()
-        norms.append(0.0 if norm is None else norm.item())
+        schedule.step()
         rates.append([group["lr"] for group in optimizer.param_groups])
         scales.append(scaler.get_scale())
     parameters = [parameter.detach() for parameter in layers.parameters()]
     return {"losses": losses, "norms": norms, "rates": rates, "scales": scales, "parameters": parameters}
-
-
-def assert_same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 0.0) -> None:
-    assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=0)
-    assert actual["norms"] == pytest.approx(expected["norms"], rel=tolerance, abs=0, nan_ok=True)
-    assert (actual["rates"], actual["scales"]) == (expected["rates"], expected["scales"])
-    torch.testing.assert_close(actual["parameters"], expected["parameters"], rtol=tolerance, atol=tolerance)
-    assert not any(map(torch.equal, expected["parameters"], make_layers().parameters())), "nothing has been trained"
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the first step is skipped
@@ -122,20 +88,20 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], tolerance: flo
 def test_mixed_precision_and_accumulation(
     pipe: Pipe, checkpoint: str, dtype: torch.dtype | None, scale: float, accumulate: int
 ) -> None:
-    clip = partial(clip_grad_norm_, max_norm=0.5)
-    recipe = Recipe(adam, lambda it: lr_scheduler.StepLR(it, 2), clip, dtype, scale, accumulate)
     plain = make_layers()
     layers = copy.deepcopy(plain)
+    autocast = nullcontext if dtype is None else partial(torch.autocast, "cpu", dtype)
     # A checkpointed micro-batch casts its own weights; the others share those in autocast's cache.
-    apart = nullcontext if checkpoint == "never" else recipe.autocast
-    run = partial(run_plain, plain, chunks=CHUNKS, each=apart)
-    if checkpoint == "never":
-        expected = train(plain, recipe, run)
-    else:
-        expected = train(plain, Recipe(adam, recipe.schedule, clip, None, scale, accumulate), run)
-    actual = train(layers, recipe, pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint))
+    within, each = (autocast, nullcontext) if checkpoint == "never" else (nullcontext, autocast)
+    expected = train(plain, partial(run_plain, plain, chunks=CHUNKS, each=each), within, scale, accumulate)
+    model = pipe(layers, BALANCE, chunks=CHUNKS, checkpoint=checkpoint)
+    actual = train(layers, model, autocast, scale, accumulate)
     # The gradients of checkpointed micro-batches are added to ``.grad`` one by one, in another order of summation.
-    assert_same(actual, expected, 0.0 if checkpoint == "never" or accumulate == 1 else 1e-5)
+    close = 0.0 if checkpoint == "never" or accumulate == 1 else 1e-5
+    for what in ("losses", "norms"):
+        assert actual[what] == pytest.approx(expected[what], rel=close, abs=0, nan_ok=True)
+    assert (actual["rates"], actual["scales"]) == (expected["rates"], expected["scales"])
+    torch.testing.assert_close(actual["parameters"], expected["parameters"], rtol=close, atol=close)
     overflowed = not all(norm < float("inf") for norm in actual["norms"])
     assert overflowed == (scale == 2.0**19)
     assert any(after < before for before, after in pairwise(actual["scales"])) == overflowed
@@ -170,20 +136,6 @@ def test_optimizers_that_step_in_hooks(devices: Devices, schedule: str) -> None:
         assert torch.equal(step(model, x, y), loss)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.late
-@pytest.mark.parametrize("kind", [AdamW, momentum], ids=["AdamW", "SGD"])
-def test_a_step_right_after_backward_waits_for_every_device(checkpoint: str, kind: Callable[..., Optimizer]) -> None:
-    plain, layers = make_layers().double(), make_layers().double()
-    model = GPipe(layers, BALANCE, devices=["late:0", "late:1", "late:2"], chunks=CHUNKS, checkpoint=checkpoint)
-    recipe = Recipe(partial(kind, foreach=False))
-
-    expected = train(plain, recipe, lambda x: run_plain(plain, x.double(), chunks=CHUNKS))
-    actual = train(layers, recipe, lambda x: model(x.double()).cpu())
-    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-12)
-    for mine, its in zip(layers.parameters(), plain.parameters()):
-        torch.testing.assert_close(mine.cpu(), its)
 
 
 @needs_accelerator

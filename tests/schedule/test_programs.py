@@ -88,15 +88,6 @@ def test_bubbles_and_peaks_are_those_of_the_papers(n: int, rounds: int) -> None:
     assert bubble("V-Half") <= bubble("1F1B") or n == 1
 
 
-def test_all_micro_batches_of_a_partition_come_before_the_next_partition() -> None:
-    """The last partition runs backward after each forward."""
-    f0, f1, f2 = ([F_(i, j) for i in range(3)] for j in range(3))
-    turns = [action for i in range(3) for action in (F_(i, 3), B_(i, 3))]
-    b0, b1, b2 = ([B_(i, j) for i in range(3)] for j in range(3))
-    assert program("LayerMajor", 3, [0, 0, 0, 0]) == [[*f0, *f1, *f2, *turns, *b2, *b1, *b0]]
-    assert program("LayerMajor", 3, [0, 1, 0, 1]) == [[*f0, *f2, *b2, *b0], [*f1, *turns, *b1]]
-
-
 @given(places=st.lists(st.integers(0, 3), min_size=1, max_size=8), m=st.integers(1, 8))
 def test_layer_major_fits_any_places(places: list[int], m: int) -> None:
     places = places_of(places)

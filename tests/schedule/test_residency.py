@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchgpipe.schedule import NAMES, Action, Program, ScheduleName, program, simulate
 from torchgpipe.schedule.programs import usual_places
-from torchgpipe.schedule.residency import Stay, residency, streamed
+from torchgpipe.schedule.residency import residency, streamed
 
 
 @st.composite
@@ -73,21 +73,6 @@ def test_gradients_go_down_once(lists: Program, slots: int) -> None:
         for stay in stays:
             uses = [k for k, j in backward if j == stay.j]
             assert (stay.after + 1, stay.first, stay.last) == (uses[0], uses[0], uses[-1])
-
-
-def test_layer_major_on_one_device() -> None:
-    """The figure in the docstring."""
-    (stays,) = residency(program("LayerMajor", 2, [0] * 5), 2).weights
-    assert stays == [
-        Stay(0, -1, 0, 1),
-        Stay(1, -1, 2, 3),
-        Stay(2, 1, 4, 5),
-        Stay(3, 3, 6, 13),
-        Stay(4, 5, 8, 11),
-        Stay(2, 11, 14, 15),
-        Stay(1, 13, 16, 17),
-        Stay(0, 15, 18, 19),
-    ]
 
 
 @pytest.mark.parametrize(("name", "uploads", "gradients"), [("LayerMajor", 18, 1), ("1F1B", 66, 10), ("GPipe", 70, 10)])

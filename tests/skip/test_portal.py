@@ -23,9 +23,7 @@ from tests.skip.layers import Pop, Stash, pair
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.typing import Leaves
-from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.transport import route as engine_copy
-from torchgpipe.transport.portal import Portal
 
 M = 3
 
@@ -115,12 +113,6 @@ def test_without_gradients_it_is_copied_once_there() -> None:
     with copies() as ways, listening(model), torch.no_grad():
         model(torch.rand(M, 2))
     assert Counter(ways) == Counter(M * [(0, 1), (1, 2), (0, 2)])
-
-
-def test_a_pipeline_of_one_device_has_portals_without_a_route() -> None:
-    """The tensor is handed over unchanged."""
-    x = torch.ones(1)
-    assert Portal(SkipKey(None, "skip"), None).receive(0, x) is x
 
 
 # --------------------------------------------------------------------------------------------------------- overlap

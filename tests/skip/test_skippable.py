@@ -73,36 +73,21 @@ def test_names_are_given_in_a_list() -> None:
 # --------------------------------------------------------------------------------------------- what can be loaded
 
 
-class Around(nn.Module):
-    """A wrapper with the layer in an attribute, as the original kept a skippable layer."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 @skippable(stash=["outer"])
 class Outer(nn.Module):
-    def __init__(self, wrapped: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        inner = Layer(2)
-        self.inner = Around(inner) if wrapped else inner
+        self.inner = Layer(2)
         self.weight = nn.Parameter(torch.rand(2))
 
 
-def wrapped_model() -> nn.Sequential:
-    return nn.Sequential(Around(Pop()), Around(Outer(wrapped=True)), nn.Linear(2, 2))
-
-
-def model() -> nn.Sequential:
-    return nn.Sequential(Pop(), Outer(), nn.Linear(2, 2))
-
-
 def test_keys_of_the_original_load() -> None:
-    saved, target = wrapped_model().state_dict(), model()
-    target.load_state_dict(saved)
-    for (name, tensor), (own, loaded) in zip(saved.items(), target.state_dict().items(), strict=True):
-        assert name.replace("module.", "") == own and torch.equal(loaded, tensor)
+    """The original kept a skippable layer in the attribute ``module`` of a wrapper."""
+    target = nn.Sequential(Pop(), Outer(), nn.Linear(2, 2))
+    saved = {name: tensor + 1 for name, tensor in target.state_dict().items()}
+    target.load_state_dict({k.replace("1.", "1.module.").replace("inner.", "inner.module."): saved[k] for k in saved})
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
 
 
 def test_keys_of_the_original_pipeline_load() -> None:
@@ -162,6 +147,7 @@ def test_isolate() -> None:
     """All declared names or some can be isolated, of the layer and not of its class, copies or inner layers; the last
     call counts; the layer itself is returned."""
     alice, bob = Namespace(), Namespace()
+    assert copy.copy(alice) == alice != bob and sorted([alice, bob]) == sorted([bob, alice])
     layer: Any = Layer(2)
     assert [layer.skip_key(name) for name in "abc"] == [(None, "a"), (None, "b"), (None, "c")]
     assert layer.isolate(alice) is layer
@@ -330,15 +316,10 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
         doing(pop("skip"), pop("skip")),
         {"pop": ["skip"]},
         RuntimeError,
-        "^Mine pops 'skip', which no earlier layer has stashed, or which was popped already",
+        "^Mine pops 'skip', .* which was popped already",
     ),
     (caught, {"pop": ["skip"], "stash": ["next"]}, RuntimeError, r"done: pop\('skip'\)"),
-    (
-        doing(stash_list),
-        {"stash": ["skip"]},
-        TypeError,
-        "^Mine stashes 'skip', which is list, but only a tensor or None can",
-    ),
+    (doing(stash_list), {"stash": ["skip"]}, TypeError, "^Mine stashes 'skip', which is list, but only a tensor or"),
     (doing(lambda x: x), {"stash": ["skip"]}, TypeError, "^Mine yielded Tensor, but a skippable layer yields stash"),
     (doing(stash), {"stash": ["skip"]}, TypeError, "^Mine yielded type, but a skippable layer yields stash"),
 ]

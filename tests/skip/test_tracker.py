@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -11,39 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.layers import Apply
-from tests.plain import assert_same, outcome
 from tests.skip.layers import Pop, Stash, pair
-from torchgpipe.skip.tracker import SkipTracker, current_skip_tracker
-
-
-def test_the_innermost_tracker_is_the_current_one_of_its_thread() -> None:
-    outermost = current_skip_tracker()
-    outer, inner = SkipTracker(), SkipTracker()
-    others: list[SkipTracker] = []
-    with outer:
-        with pytest.raises(ZeroDivisionError), inner:
-            assert current_skip_tracker() is inner
-            thread = threading.Thread(target=lambda: others.append(current_skip_tracker()))
-            thread.start()
-            thread.join()
-            raise ZeroDivisionError
-        assert current_skip_tracker() is outer
-    assert current_skip_tracker() is outermost
-    assert others[0] not in (outermost, outer, inner)
-
-
-def test_a_plain_model_with_skips_that_cross_computes_the_same_as_one_without_skips() -> None:
-    a, b, linear = pair(), pair(), nn.Linear(4, 4).double()
-    layers = nn.Sequential(a[0], linear, b[0], a[1], b[1])
-
-    def without_skips(x: torch.Tensor) -> torch.Tensor:
-        first, x = x * 2, linear(x.sin())
-        second, x = x * 2, x.sin()
-        return x + first.tanh() + second.tanh()
-
-    x = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
-    assert_same(outcome(layers, x), outcome(layers, x, run=without_skips))
-
 
 # A plain model that fails between a stash and its pop. The thread's tracker is not notified.
 

@@ -29,53 +29,30 @@ def isolated(layer: Any) -> nn.Module:
     return result
 
 
-HEADING = "stashes and pops of the model do not match:"
-POP_LATER = "pop it in a later layer, in the same namespace, or do not stash it"
-STASH_EARLIER = "stash it in an earlier layer, in the same namespace"
-ISOLATE = "isolate each pair: layer.isolate(Namespace())"
-
-#: For each fault, a model and the message.
+#: For each fault, a model and the message, with the next move at its end.
 FAULTS: dict[str, tuple[nn.Sequential, list[str]]] = {
-    "never popped": (
-        nn.Sequential(nn.Identity(), Stash()),
-        [f"no module declared 'skip' as poppable but stashed by '1' (layer 1, Stash); {POP_LATER}"],
-    ),
-    "never stashed": (
-        nn.Sequential(nn.Identity(), Pop()),
-        [f"'1' declared 'skip' as poppable but it was not stashed (layer 1, Pop); {STASH_EARLIER}"],
-    ),
-    "popped before it is stashed": (
+    "never popped": (nn.Sequential(Stash()), ["no module declared 'skip' .* by '0' .*pop it in a later layer"]),
+    "never stashed": (nn.Sequential(Pop()), ["'0' declared 'skip' as poppable .*stash it in an earlier layer"]),
+    "popped before": (
         nn.Sequential(Pop(), Stash()),
-        [
-            "'0' declared 'skip' as poppable but it was not stashed (layer 0, Pop); '1' stashes it only afterwards; "
-            "change their order"
-        ],
+        ["'0' declared .* '1' stashes it only afterwards; change their order"],
     ),
     "stashed twice": (
         nn.Sequential(Stash(), Stash(), Pop()),
-        [f"'1' redeclared 'skip' as stashable but not isolated by namespace (layer 1, Stash), after '0'; {ISOLATE}"],
+        [r"'1' redeclared 'skip' as stashable .*, after '0'; isolate each pair: layer\.isolate\(Namespace\(\)\)"],
     ),
-    "popped twice": (
-        nn.Sequential(Stash(), Pop(), Pop()),
-        [
-            "'2' redeclared 'skip' as poppable but not isolated by namespace (layer 2, Pop); a skip is popped once, so "
-            f"stash it again under another name, or {ISOLATE}"
-        ],
-    ),
-    "stashed and popped by one layer": (
-        nn.Sequential(Both()),
-        ["'0' declared 'skip' both as stashable and as poppable (layer 0, Both); use two names, or a variable"],
-    ),
+    "popped twice": (nn.Sequential(Stash(), Pop(), Pop()), ["'2' redeclared 'skip' as poppable .* isolate each pair"]),
+    "both": (nn.Sequential(Both()), [r"'0' declared .* both .*\(layer 0, Both\); use two names"]),
     "in the order of layers, then what is never popped": (
         nn.Sequential(
             isolated(Stash()), StashTwo(), Pop(), nn.Sequential(nn.Identity(), nn.Sequential(isolated(Both())))
         ),
         [
-            f"'2' declared 'skip' as poppable but it was not stashed (layer 2, Pop); {STASH_EARLIER}",
-            "'3.1.0' declared 'skip' both as stashable and as poppable (layer 3, Both); use two names, or a variable",
-            f"no module declared 'skip' as poppable but stashed by '0' (layer 0, Stash); {POP_LATER}",
-            f"no module declared 'a' as poppable but stashed by '1' (layer 1, StashTwo); {POP_LATER}",
-            f"no module declared 'b' as poppable but stashed by '1' (layer 1, StashTwo); {POP_LATER}",
+            r"'2' declared 'skip' as poppable but it was not stashed \(layer 2, Pop\)",
+            r"'3\.1\.0' declared 'skip' both as stashable and as poppable \(layer 3, Both\)",
+            r"no module declared 'skip' as poppable but stashed by '0' \(layer 0, Stash\)",
+            r"no module declared 'a' as poppable but stashed by '1' \(layer 1, StashTwo\)",
+            r"no module declared 'b' as poppable but stashed by '1' \(layer 1, StashTwo\)",
         ],
     ),
 }
@@ -94,8 +71,9 @@ def test_nothing_wrong() -> None:
 def test_each_fault_also_when_a_pipeline_is_made(model: nn.Sequential, faults: list[str], pipe: Pipe) -> None:
     with pytest.raises(TypeError) as info:
         verify_skippables(model)
-    assert str(info.value) == "\n".join([HEADING, "", *[f"* {fault}" for fault in faults]])
-    with pytest.raises(TypeError, match=re.escape(faults[0])):
+    told = str(info.value).splitlines()[2:]
+    assert len(told) == len(faults) and all(map(re.match, [rf"\* {fault}" for fault in faults], told))
+    with pytest.raises(TypeError, match=faults[0]):
         pipe(model, [len(model)])
 
 

@@ -47,10 +47,6 @@ def test_a_box_for_every_cell_with_its_number() -> None:
     assert titles(picture).count("recomputation of micro-batch 3: 1000.00 ms") == 2
 
 
-def test_partitions_on_one_device_have_a_row_each() -> None:
-    assert {"0 on cpu", "1 on cpu"} <= {*words(drawing.draw(ideal(1, 2), rows(2, ["cpu", "cpu"])))}
-
-
 def test_all_names_of_kinds_fit() -> None:
     """The last ones were once beyond the edge, where a schedule splits backward and there are copies."""
     others: tuple[Kind, ...] = ("backward of the input", "backward of the weights", "wait")

@@ -8,8 +8,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.layers import With
 from tests.plain import assert_same, outcome, tensors
 from tests.skip.layers import pair
 from torchgpipe import GPipe
-from torchgpipe.devices.stream import Stream, Streams, Tick
 from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.timeline.span import Span
@@ -131,8 +129,9 @@ def test_copies_and_waits_are_there_once(kind: str, mode: str) -> None:
     with clocked(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(mode)
-    if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ.
+    if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ a little.
         assert_in_order(timeline.spans, mode)
+    assert all(-1 < span.start <= span.end < 100 for span in timeline.spans)
     ways = [(i, a, c) for i in range(M) for j in range(N - 1) for a, c in [(j, j + 1), (j + 1, j)]]
     copies = [span for span in timeline.spans if span.kind == "copy"]
     waits = [span for span in timeline.spans if span.kind == "wait"]
@@ -290,47 +289,12 @@ def test_a_column_that_is_passed_by_has_no_cell(devices: Devices) -> None:
     assert {span.partition for span in timeline.spans} == {0, 2}
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_there_are_forwards_only(pipe: Pipe, mode: Callable[[], Any]) -> None:
-    model = pipe(linears(), [1] * N, chunks=M)
-    with torchgpipe.record(model) as timeline, mode():
-        assert model(batch()).grad_fn is None
-    assert cells(timeline.spans) == all_cells("never", lambda j: False)
-
-
 def test_transforms_of_torch_func_still_work() -> None:
     model = gpipe(["cpu"], chunks=2)
     x = batch()
     expected = torch.func.grad(lambda x: model(x).sum())(x)
     with torchgpipe.record(model):
         assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_callers_tensors_get_no_hooks(pipe: Pipe, checkpoint: str, chunks: int) -> None:
-    """What the caller differentiates beside the pipeline is no backward of a cell."""
-    model = pipe(linears(), [1] * N, chunks=chunks, checkpoint=checkpoint)
-    x = batch(requires_grad=True) * 2
-    with torchgpipe.record(model) as timeline:
-        output = model(x)
-        x.sum().backward()
-        torch.autograd.grad(output.sum(), [output])
-    assert output._backward_hooks is x._backward_hooks is None
-    assert {span.kind for span in timeline.spans} == {"forward"}
-
-
-def test_hooks_of_the_layers_own_are_kept(pipe: Pipe) -> None:
-    """The layer's hook is on the same tensor as the recorder's."""
-    model = pipe(linears(), [1] * N, chunks=M, checkpoint="never")
-    heard: list[Tensor] = []
-    handles = []
-    model[1].register_forward_hook(lambda _, inputs, output: handles.append(output.register_hook(heard.append)))
-    with torchgpipe.record(model) as timeline:
-        output = model(batch()).sum()
-        handles[0].remove()
-        output.backward()
-    assert len(heard) == M - 1
-    assert cells(timeline.spans) == all_cells("never")
 
 
 # Several steps
@@ -436,17 +400,6 @@ def test_a_cell_of_a_pipelined_model_that_raises_is_marked(devices: Devices, pha
     assert [(one.kind, one.micro_batch, one.partition) for one in timeline.spans if one.failed] == [(phase, 1, 1)]
 
 
-def test_an_error_of_the_callers_own_fails_no_cell(pipe: Pipe, checkpoint: str) -> None:
-    model = pipe(linears(), [1] * N, chunks=M, checkpoint=checkpoint)
-    before = model._mechanisms
-    with suppress(ZeroDivisionError), torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
-        raise ZeroDivisionError
-    assert model._mechanisms == before
-    assert cells(timeline.spans) == all_cells(checkpoint)
-    assert not any(span.failed for span in timeline.spans)
-
-
 # Which pipeline is recorded, and for how long
 
 
@@ -468,11 +421,9 @@ def test_a_timeline_can_only_be_read_after_the_block() -> None:
         for read in [*looks, *attributes, lambda: timeline.save("never.json")]:
             with pytest.raises(RuntimeError, match="still being recorded; read it after the block"):
                 read()
-        assert str(timeline) == repr(timeline) == "<Timeline, being recorded>"
-        assert timeline._repr_html_() == "&lt;Timeline, being recorded&gt;"
+        assert str(timeline) == "<Timeline, being recorded>"
     assert [read() for read in attributes] == [[], [], []]
-    assert str(timeline) == repr(timeline) == "<Timeline of 0 steps, 0 spans>"
-    assert timeline._repr_html_() == "&lt;Timeline of 0 steps, 0 spans&gt;"
+    assert repr(timeline) == "<Timeline of 0 steps, 0 spans>" and timeline._repr_html_().startswith("&lt;Timeline of 0")
     for look in looks:
         with pytest.raises(ValueError, match=r"in the block of torchgpipe\.record\(\)"):
             look()
@@ -494,7 +445,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", ["always", "never"])
 def test_of_nested_pipelines_the_outer_one_is_recorded(pipe: Pipe, checkpoint: str, inner: str) -> None:
-    """A cell whose end has no hook ends when the next cell begins, but not when a nested pipeline begins inside it."""
+    """A nested pipeline begins inside a cell, and does not end it."""
     nested = gpipe(["cpu"] * 2, chunks=2, checkpoint=inner)
     model = pipe(nn.Sequential(nn.Linear(3, 3), nested, nn.Linear(3, 3)), [1, 1, 1], chunks=M, checkpoint=checkpoint)
     with torchgpipe.record(model) as timeline, torchgpipe.record(nested, steps=100) as within:
@@ -519,37 +470,3 @@ def test_a_copy_of_the_model_is_not_recorded(make: Callable[..., Any]) -> None:
     assert timeline.steps == []
     model(batch())
     assert timeline.steps == []
-
-
-# Clocks
-
-
-class LateStream(Stream):
-    """A stream whose clock starts at 1000, runs at twice the host's speed, and can only be read at the end."""
-
-    readable = False
-
-    def tick(self) -> Tick:
-        return [1000 + 2 * super().tick()]
-
-    def seconds(self, start: Tick, end: Tick) -> float:
-        assert LateStream.readable
-        difference: float = end[0] - start[0]
-        return difference
-
-
-class LateStreams(Streams):
-    def current(self, device: torch.device) -> Stream:
-        return LateStream(device)
-
-
-def test_the_clock_of_a_device_is_read_at_the_end_and_begins_with_that_of_the_host() -> None:
-    model = gpipe(CPUS, checkpoint="except_last")
-    model._mechanisms = replace(model._mechanisms, streams=LateStreams())
-    LateStream.readable = False
-    with torchgpipe.record(model) as timeline:
-        model(batch()).sum().backward()
-        LateStream.readable = True
-    assert_in_order(timeline.spans, "except_last")
-    # If the clock were not aligned with the host's, these times would be off by a thousand seconds.
-    assert all(span.end < 500 for span in timeline.spans)

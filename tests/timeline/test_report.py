@@ -117,17 +117,6 @@ def test_where_no_cell_has_run_there_is_nothing_to_report() -> None:
         report([span("copy", 0, 0, 0, 1, other=1)], 2, 1)
 
 
-def test_every_figure_is_defined_where_it_is_documented() -> None:
-    assert Report.__doc__ is not None
-    made = report(ideal(4, 2), 2, 4)
-    public = [name for name in vars(made) if not name.startswith("_")]
-    for name in public:
-        assert f"{name} (" in Report.__doc__, name
-    for name, value in vars(Report).items():
-        if isinstance(value, property):
-            assert value.__doc__, name
-
-
 def test_the_report_of_a_recording() -> None:
     model = GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu", "cpu"], chunks=2)
     with torchgpipe.record(model) as timeline:

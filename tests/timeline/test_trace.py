@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import torchgpipe
 from tests.clocks import clocked
 from tests.timeline.synthetic import span
@@ -30,7 +32,7 @@ def test_a_saved_trace_has_the_structure_of_the_format(tmp_path: Path) -> None:
     assert {event["ph"] for event in all_events} == {"M", "X", "s", "f"}
 
     complete = by_phase(all_events, "X")
-    assert len(complete) == len(timeline.spans)
+    assert [event["dur"] for event in complete] == pytest.approx([span.seconds * 1e6 for span in timeline.spans])
     for event in complete:
         assert {"name", "cat", "ts", "dur", "pid", "tid", "cname", "args"} <= event.keys()
         assert event["dur"] >= 0
@@ -59,16 +61,3 @@ def test_an_arrow_goes_from_every_copy_to_the_wait_for_it() -> None:
     assert first != second
     assert [event["ts"] for event in starts] == [0.0, 0.2e6]
     assert [(event["ts"], event["id"], event["bp"]) for event in ends] == [(0.05e6, first, "e"), (0.25e6, second, "e")]
-
-
-def test_times_are_microseconds_and_kinds_have_colours() -> None:
-    spans = [
-        span("forward", 0, 0, 1.0, 1.5),
-        span("recomputation", 0, 0, 2.0, 2.5),
-        span("backward", 0, 0, 3.0, 3.5, failed=True),
-    ]
-    forward, recomputation, backward = by_phase(events(spans), "X")
-    assert (forward["ts"], forward["dur"], forward["name"]) == (1e6, 0.5e6, "forward 0")
-    assert len({event["cname"] for event in (forward, recomputation, backward)}) == 3
-    assert (backward["cname"], backward["name"]) == ("terrible", "backward 0 (failed)")
-    assert backward["args"]["failed"] is True

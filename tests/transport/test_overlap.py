@@ -78,13 +78,3 @@ def test_copy_of_gradients_overlaps_with_computation(checkpoint: str) -> None:
     for i in range(M):
         assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
         assert all(copies[i].overlaps(other) for other in [*source[:i], *target[i + 1 :]])
-
-
-def test_recomputation_does_not_wait_for_the_gradient() -> None:
-    model = tanhs("always")
-    with listening(model) as done:
-        model(torch.randn(M, 3, requires_grad=True)).sum().backward()
-    copies, again = done.of("copy", 1, 0), done.of("recomputation", 0)
-    assert len(copies) == len(again) == M
-    for i in range(M):
-        assert again[i].overlaps(copies[i]), f"recomputation of micro-batch {i} beside the copy of its gradient"

@@ -69,8 +69,8 @@ class Export(Arrival):
     __slots__ = ("edge",)
 
     def __init__(self, edge: Edge | None, column: int) -> None:
-        super().__init__(column)
-        self.edge = edge
+        self.column, self.edge = column, edge
+        self._grads = []
 
 
 #: Where the gradient of what has entered a cell goes: the route back (None if the memory is shared), and what it
@@ -84,20 +84,19 @@ class Cell:
     Args:
         i: the micro-batch
         column: the column
-        number: the number of the column among all columns
 
     Attributes:
-        i, column, number: see above
+        i, column: see above
         exports: the tensors that later cells or the caller take; None for one that needs no gradient
         sources: for each import, where its gradient goes
         span: the numbers of the autograd nodes that were made in this cell, the first, and the one behind the last, if
             the graph is to be verified; else None
     """
 
-    __slots__ = ("_graph", "_known", "column", "exports", "i", "number", "sources", "span")
+    __slots__ = ("_graph", "_known", "column", "exports", "i", "sources", "span")
 
-    def __init__(self, i: int, column: Column, number: int) -> None:
-        self.i, self.column, self.number = i, column, number
+    def __init__(self, i: int, column: Column) -> None:
+        self.i, self.column = i, column
         self._graph: CutGraph | None = None
         self.exports: list[Export | None] = []
         self._known: dict[tuple[int, int], Export] = {}
@@ -121,7 +120,7 @@ class Cell:
         edge = get_gradient_edge(tensor)
         key = (id(edge.node), edge.output_nr)
         if key not in self._known:
-            self._known[key] = Export(edge, self.number)
+            self._known[key] = Export(edge, self.column.j)
             self.exports.append(self._known[key])
         return self._known[key]
 

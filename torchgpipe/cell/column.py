@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,39 +13,46 @@ from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import Edge, accumulate
 from torchgpipe.listener.listener import Kind, Listener, recorded
 from torchgpipe.model.state import note_changes
+from torchgpipe.transport.route import Route
 
 __all__ = ["Column"]
 
 
+@dataclass(eq=False)
 class Column:
     """A column of cells.
 
-    Args:
-        j: the number by which a listener knows it
-        where: names it with its device, for errors
+    Attributes:
+        j: its number among all columns
+        label: names it with its device, for errors
         stream: where it computes
         m: the number of micro-batches
         listener: the listener of the mini-batch, if there is one
+        leaving: the routes that begin here
         splits: whether the backward of a cell may be split
-
-    Attributes:
-        j, stream, m, listener, splits: see above
     """
 
-    def __init__(
-        self, j: int, where: str, stream: Stream, m: int, listener: Listener | None, *, splits: bool = True
-    ) -> None:
-        self.j, self._where, self.stream, self.m = j, where, stream, m
-        self.listener, self.splits = listener, splits
+    j: int
+    label: str
+    stream: Stream
+    m: int
+    listener: Listener | None
+    leaving: Sequence[Route]
+    splits: bool = True
+
+    @property
+    def partition(self) -> int:
+        """The number of the partition that runs, of which listeners and errors tell."""
+        return self.j
 
     @property
     def where(self) -> str:
         """The column with its device, for errors."""
-        return self._where
+        return self.label
 
     def recorded(self, kind: Kind, i: int) -> AbstractContextManager[None]:
         """Tell the listener of the mini-batch, if there is one, what runs in a ``with`` block."""
-        return recorded(self.listener, kind, i, self.j, None, self.stream)
+        return recorded(self.listener, kind, i, self.partition, None, self.stream)
 
     def note(self, error: BaseException, i: int, phase: str) -> None:
         """Add a note to ``error`` that tells the cell and the phase, such as forward."""

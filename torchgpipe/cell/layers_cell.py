@@ -31,6 +31,10 @@ from torchgpipe.replay.runs import Run
 __all__ = ["LayersCell", "SecondRun"]
 
 
+#: In the place of a grad mode that is set already.
+_unchanged = nullcontext()
+
+
 class SecondRun(NamedTuple):
     """A second run, which one backward pass differentiates.
 
@@ -49,15 +53,14 @@ class LayersCell(Cell):
     Args:
         i: the micro-batch
         column: the column
-        number: the number of the column among all columns
     """
 
     __slots__ = ("_again", "_input", "_output", "_run")
 
     column: LayersColumn
 
-    def __init__(self, i: int, column: LayersColumn, number: int = 0) -> None:
-        super().__init__(i, column, number)
+    def __init__(self, i: int, column: LayersColumn) -> None:
+        super().__init__(i, column)
         self._run: Run | None = None
         #: A second run that waits to be differentiated. A list, because two passes may want it, in two threads.
         self._again: list[SecondRun] = []
@@ -90,23 +93,33 @@ class LayersCell(Cell):
         Raises:
             RuntimeError: the layers will run again, but have changed their input in place.
         """
-        with self.column.recorded("forward", self.i), torch.set_grad_enabled(not recomputes):
+        column, number = self.column, self.column.j
+        # Autograd functions run without gradients already; setting a mode adds 1% to the host time of a tiny cell.
+        changes = torch.is_grad_enabled() is recomputes
+        with column.recorded("forward", self.i), torch.set_grad_enabled(not recomputes) if changes else _unchanged:
             if recomputes:
-                self._run = Run(self.column.layers, leaves)
-                outputs = self._run.first(partial(self.compute, leaves))
-                if self._run.is_compared:
-                    self._run.note(outputs)
-                edges: list[Edge | None] = [None] * len(outputs)
-                needs = _may_need_grad(leaves, outputs)
+                run = self._run = Run(column.layers, leaves)
+                outputs = run.first(partial(self.compute, leaves))
+                if run.is_compared:
+                    run.note(outputs)
+                # What the layers pass on as they got it, such as a mask, needs a gradient if they got it with one. Of
+                # others, only the second run can tell.
+                frozen = [id(leaf) for leaf in leaves if leaf is not None and not leaf.requires_grad]
+                self.exports = [
+                    Export(None, number)
+                    if output is not None
+                    and (output.is_floating_point() or output.is_complex())
+                    and id(output) not in frozen
+                    else None
+                    for output in outputs
+                ]
             else:
-                with self.column.layers.exclusively():
+                with column.layers.exclusively():
                     forget_parametrizations()
                     outputs = self.compute(self._enter(leaves))
-                    self.column.forget_casts()
+                    column.forget_casts()
                     forget_parametrizations()
-                edges = _edges_of(outputs)
-                needs = [edge is not None for edge in edges]
-        self.exports = [Export(edge, self.number) if need else None for edge, need in zip(edges, needs)]
+                self.exports = [None if edge is None else Export(edge, number) for edge in _edges_of(outputs)]
         return tuple([None if output is None else output.detach() for output in outputs])
 
     def _enter(self, leaves: Leaves) -> Leaves:
@@ -217,19 +230,6 @@ class LayersCell(Cell):
             assert self._run is not None
             self._run.forget()  # The engine drops its part now as well.
         return result
-
-
-def _may_need_grad(leaves: Leaves, outputs: Leaves) -> list[bool]:
-    """Return for each output of a first run, which has no graph, whether it may need a gradient.
-
-    What the layers pass on as they got it, such as a mask, needs one if they got it with one. Of others, only the
-    second run can tell.
-    """
-    frozen = {id(leaf) for leaf in leaves if leaf is not None and not leaf.requires_grad}
-    return [
-        output is not None and (output.is_floating_point() or output.is_complex()) and id(output) not in frozen
-        for output in outputs
-    ]
 
 
 def _edges_of(outputs: Sequence[Tensor | None]) -> list[Edge | None]:

@@ -58,6 +58,7 @@ class LayersColumn(Column):
     """A column of layers.
 
     Args:
+        j: its number among all columns
         partition: the layers
         modules: all modules among them
         stream: the stream that the column computes on
@@ -82,6 +83,7 @@ class LayersColumn(Column):
 
     def __init__(
         self,
+        j: int,
         partition: Partition,
         modules: Sequence[nn.Module],
         stream: Stream,
@@ -98,10 +100,9 @@ class LayersColumn(Column):
         in_program: bool = False,
         listener: Listener | None = None,
     ) -> None:
-        super().__init__(partition._index, "", stream, m, listener)
+        routes = [leaving, *[portal.route for portal in sending]]
+        super().__init__(j, "", stream, m, listener, [route for route in routes if route is not None])
         self.arriving = arriving
-        self.leaving = [] if leaving is None else [leaving]
-        self.leaving += [portal.route for portal in sending if portal.route is not None]
         self.sending, self.receiving = sending, receiving
         self.ambient, self.random = ambient, random
         self.lane_device = stream.device if ordered else None
@@ -123,8 +124,9 @@ class LayersColumn(Column):
         self._trained = tuple([parameter for parameter in parameters if parameter.requires_grad])
         self._frozen = tuple([parameter for parameter in parameters if not parameter.requires_grad])
         self._trains = ambient.builds_graph and any([parameter.requires_grad for parameter in owned])
-        self._source = f"the output of layer '{[*partition._modules][-1]}' ({type(partition[-1]).__name__})"
-        self._has_skips = any(is_skippable(module) for module in modules)
+        name, last = [*partition._modules.items()][-1]
+        self._source = f"the output of layer '{name}' ({type(last).__name__})"
+        self._has_skips = any(map(is_skippable, modules))
         self._starts_in_place = starts_in_place(partition)
 
     @property
@@ -133,8 +135,8 @@ class LayersColumn(Column):
         return self.layers.where()
 
     @property
-    def running(self) -> int:
-        """The index of the partition that runs, where neighbours are joined."""
+    def partition(self) -> int:
+        """The number of the partition that runs, where neighbours are joined."""
         return self._partition._running._index
 
     def note(self, error: BaseException, i: int, phase: str) -> None:
@@ -142,7 +144,7 @@ class LayersColumn(Column):
         super().note(error, i, phase)
         if self.facts is not None:
             add_shortage(
-                error, self.facts, Action("F" if phase == "forward" else "B", i, self.running), self.stream.device
+                error, self.facts, Action("F" if phase == "forward" else "B", i, self.partition), self.stream.device
             )
 
     def needs_grad(self, leaves: Leaves) -> bool:
@@ -268,6 +270,7 @@ def make_columns(
     states = {device: random(device, owned) for device, owned in modules_on.items()}
     return [
         LayersColumn(
+            j,
             partition,
             modules[j],
             computing[j],

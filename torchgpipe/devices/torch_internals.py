@@ -2,8 +2,8 @@
 
 A name that begins with an underscore may change in any release of PyTorch. So only this file reaches such names, and
 other files import them from here under plain names. Each entry says what needs it, since which release of PyTorch the
-name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. What an entry must do is held
-by ``tests/devices/test_torch_internals.py``.
+name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. Tests of what needs an entry
+fail without it.
 
 Six names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
 ``_load_from_state_dict`` and ``_reset_parameters``. Modules outside PyTorch read, define and override them, so PyTorch
@@ -427,7 +427,7 @@ def forget_parametrizations() -> None:
     A weight that a run without a graph has computed cannot be differentiated in a run with one. Since 2.0. Without it,
     a checkpointed pipeline could not run within ``cached()``.
     """
-    if caches_parametrizations():
+    if parametrize._cache_enabled:
         parametrize._cache.clear()
 
 

@@ -86,6 +86,7 @@ class WiredPartition(nn.Module):
         self._call = call
         modules = list(self.partition.modules())
         self._column = LayersColumn(
+            self._j,
             self.partition,
             modules,
             Streams().current(self._device),

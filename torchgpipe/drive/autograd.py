@@ -25,7 +25,6 @@ from torch import Tensor
 from torchgpipe.cell.layers_cell import LayersCell
 from torchgpipe.cell.layers_column import LayersColumn, Mechanisms, begin_step, make_columns
 from torchgpipe.cell.out_of_memory import facts_of
-from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.torch_internals import transforms_are_active
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.drive.agenda import Agenda
@@ -42,7 +41,7 @@ from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.random import RandomStates, sharing_generator
 from torchgpipe.schedule import Action, clock_cycles
 from torchgpipe.transport.portal import Portal
-from torchgpipe.transport.route import Route, copy, wait
+from torchgpipe.transport.route import copy, wait
 
 __all__ = ["ForwardPass", "Mode", "pass_through"]
 
@@ -64,7 +63,7 @@ class ForwardPass:
         mechanisms: the mechanisms of the pipeline
 
     Attributes:
-        streams: where each view computes
+        columns: the columns, one for each view
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ForwardPass:
         self._inline = len(set(devices)) == 1
         self._in_turn = sharing_generator(devices)
         self._listener = begin_step(len(batches), partitions, devices, mechanisms)
-        self._columns = make_columns(
+        self.columns = make_columns(
             partitions,
             devices,
             [list(partition.modules()) for partition in partitions],
@@ -94,11 +93,14 @@ class ForwardPass:
             replicated=is_replicated(),
             listener=self._listener,
         )
-        self.streams: Sequence[Stream] = [column.stream for column in self._columns]
-        self._lanes: list[Lane] = [None] * len(self._columns)
-        self._facts = facts_of(None, partitions, checkpointed, backward=self._ambient.builds_graph)
-        for column in self._columns:
-            column.facts = self._facts
+        self._lanes: list[Lane] = [None] * len(self.columns)
+        # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
+        is_recorded = self._listener is not None and not transforms_are_active()
+        #: How cells run that are not checkpointed.
+        self._else: Mode = "keep" if any(checkpointed) or is_recorded else "plain"
+        facts = facts_of(None, partitions, checkpointed, backward=self._ambient.builds_graph)
+        for column in self.columns:
+            column.facts = facts
         views = views_of_each(partitions)
         #: The views of a partition run one after the other, as the whole partition would.
         cycles = clock_cycles(len(batches), len(views))
@@ -108,13 +110,13 @@ class ForwardPass:
         """Replace every micro-batch by the output of the last partition."""
         if any(self._checkpointed) or not self._inline:
             refuse_transforms()
-        accelerators = {stream.device for stream in self.streams if stream.device.type != "cpu"}
+        accelerators = {column.stream.device for column in self.columns if column.stream.device.type != "cpu"}
         # Autograd has a thread for each of them, but one thread for all devices of the CPU.
         generator = CallersGenerator() if len(accelerators) > 1 and self._ambient.builds_graph else None
         agenda = Agenda(self._actions, [] if self._inline else self._needs())
-        Executor(self, self._ambient, self._facts).run(agenda, self._ambient)
+        Executor(self, self._ambient).run(agenda, self._ambient)
         if self._inline:
-            self._columns[0].random.forget()  # The last state takes kilobytes.
+            self.columns[0].random.forget()  # The last state takes kilobytes.
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in self._lanes if lane is not None]
         if open_lanes:
@@ -127,38 +129,23 @@ class ForwardPass:
         numbers = {action: number for number, action in enumerate(self._actions)}
         needs: list[list[int]] = []
         turn: int | None = None  # the last cell that ran in turn
+        are_in_turn = [column.stream.device in self._in_turn for column in self.columns]
         for number, (kind, i, j) in enumerate(self._actions):
             needed = [] if j == 0 else [numbers[Action(kind, i, j - 1)]]
-            if self.streams[j].device in self._in_turn:
+            if are_in_turn[j]:
                 # The cell (i, j-1) is the one before it in turn, or comes before that: one wait is enough.
-                needed = [need for need in needed if self.streams[self._actions[need].j].device not in self._in_turn]
+                needed = [need for need in needed if not are_in_turn[self._actions[need].j]]
                 needed += [] if turn is None else [turn]
                 turn = number
             needs.append(needed)
         return needs
 
-    def _mode(self, i: int, j: int) -> Mode:
-        """Return how micro-batch ``i`` runs on view ``j``."""
-        if i < self._checkpointed[j]:
-            return "checkpoint"
-        # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
-        is_recorded = self._listener is not None and not transforms_are_active()
-        return "keep" if any(self._checkpointed) or is_recorded else "plain"
-
     # ------------------------------------------------------------------------------- what the executor asks of a front
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`."""
-        batch, lane = self._batches[i], self._lanes[j]
-        self._batches[i], self._lanes[j] = pass_through(self._columns[j], i, batch, lane, self._mode(i, j))
-
-    def leaving(self, j: int) -> Sequence[Route]:
-        """See `Front.leaving`."""
-        return self._columns[j].leaving
-
-    def place(self, j: int) -> int:
-        """See `Front.place`."""
-        return self._columns[j].running
+        mode: Mode = "checkpoint" if i < self._checkpointed[j] else self._else
+        self._batches[i], self._lanes[j] = pass_through(self.columns[j], i, self._batches[i], self._lanes[j], mode)
 
     def cancel(self) -> None:
         """See `Front.cancel`."""

@@ -19,55 +19,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Source
+from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.devices.interrupts import uninterrupted
-from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.drive.agenda import Agenda
 from torchgpipe.drive.workers import Task, run_in_workers
-from torchgpipe.gradients.aliases import Aliases, filling_aliases
-from torchgpipe.graph.function import unshare, without_gradient
-from torchgpipe.listener.listener import Listener
-from torchgpipe.offload.aliases import OffloadedAliases, resting_of
+from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.offload.residence import Residence
-from torchgpipe.offload.resting import Rested, Resting
+from torchgpipe.offload.resting import Rested
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
-from torchgpipe.transport.route import Route, copy_back, mark_ready, release, wait_back
+from torchgpipe.transport.route import Route, copy_back, release, wait_back
 
 __all__ = ["Executor", "Front", "ProgramFront"]
 
 
 class Front(Protocol):
-    """Gives the cells of a mini-batch.
-
-    Attributes:
-        streams: where each column computes
-    """
+    """Gives the cells of a mini-batch."""
 
     @property
-    def streams(self) -> Sequence[Stream]: ...
-
-    def leaving(self, j: int) -> Sequence[Route]:
-        """Return the routes that begin at column ``j``."""
+    def columns(self) -> Sequence[Column]:
+        """The columns of cells."""
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
-        """Compute a cell; an error has a note of the place.
+        """Compute a cell, and mark where it is computed on what leaves it; an error has a note of the place.
 
         Args:
             i: the micro-batch
             j: the column
             recomputes: whether an R of this cell comes
         """
-
-    def place(self, j: int) -> int:
-        """Return the partition that runs in column ``j``, for errors."""
 
     def cancel(self) -> None:
         """Wind up what is under way, after an error."""
@@ -86,19 +75,15 @@ class ProgramFront(Front, Protocol):
         """
 
     def differentiating(self, j: int) -> AbstractContextManager[object]:
-        """Surround a recomputation or a backward in column ``j``."""
-
-    @property
-    def partitions(self) -> Sequence[int]:
-        """For each column, its partition, whose weights come and go together."""
-
-    @property
-    def listener(self) -> Listener | None:
-        """The listener of the mini-batch, if there is one."""
+        """Surround a backward in column ``j``, whose gradients of parameters arrive meanwhile."""
 
     @property
     def watches(self) -> bool:
         """Whether to look at each operation on weights that live in host memory."""
+
+
+#: One for all cells, because making one takes as long as entering it.
+_nothing = nullcontext()
 
 
 class Executor:
@@ -107,12 +92,15 @@ class Executor:
     Args:
         front: gives the cells
         ambient: the settings of the caller
-        facts: what a note about memory is made from
-        aliases: the aliases of the parameters; None if the program has no backward, which autograd drives
+        facts: what a note about memory is made from; None if cells make these notes themselves
+        aliases: the aliases of the parameters, if there are any: they may have no memory between actions
     """
 
-    def __init__(self, front: Front, ambient: Ambient, facts: MiniBatchFacts, aliases: Aliases | None = None) -> None:
-        self._front, self._ambient, self._facts, self._aliases = front, ambient, facts, aliases
+    def __init__(
+        self, front: Front, ambient: Ambient, facts: MiniBatchFacts | None = None, aliases: Aliases | None = None
+    ) -> None:
+        self._front, self._ambient, self._facts = front, ambient, facts
+        self._offloaded = aliases if isinstance(aliases, OffloadedAliases) else None
         self._residence: Residence | None = None
 
     def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
@@ -126,39 +114,39 @@ class Executor:
         Raises:
             BaseException: the error of the first action that failed, in the order of the agenda, with notes
         """
-        actions, streams = agenda.actions, self._front.streams
+        actions, columns = agenda.actions, self._front.columns
 
         def run(number: int) -> None:
             action = actions[number]
             self._run(action, recomputes=action[1:] in agenda.recomputed, keep_graph=keep_graph)
 
         with self._resident(actions):
-            if len({stream.device for stream in streams}) == 1:
-                with streams[0].use():
+            if len({column.stream.device for column in columns}) == 1:
+                with columns[0].stream.use():
                     for number in range(len(actions)):
                         run(number)
             else:
-                tasks = [Task(streams[action.j], needs) for action, needs in zip(actions, agenda.needs)]
+                tasks = [Task(columns[action.j].stream, needs) for action, needs in zip(actions, agenda.needs)]
                 try:
                     run_in_workers(tasks, run, ambient)
                 finally:
-                    release([route for j in range(len(streams)) for route in self._front.leaving(j)])
+                    release([route for column in columns for route in column.leaving])
 
     def run_in_this_thread(self, actions: Sequence[Action]) -> None:
         """Run actions one after the other, whatever their devices."""
         with self._resident(actions):
             for action in actions:
-                with self._front.streams[action.j].use():
+                with self._front.columns[action.j].stream.use():
                     self._run(action, recomputes=False, keep_graph=False)
 
     @contextmanager
     def _resident(self, actions: Sequence[Action]) -> Iterator[None]:
         """Let weights come and go in a ``with`` block, and wind up after an error."""
-        front: Any = self._front
-        if isinstance(self._aliases, OffloadedAliases):
-            self._residence = Residence(
-                self._aliases, front.streams, actions, front.partitions, front.listener, watches=front.watches
-            )
+        front, columns = cast(ProgramFront, self._front), self._front.columns
+        if self._offloaded is not None:
+            streams, partitions = [column.stream for column in columns], [column.partition for column in columns]
+            listener = columns[0].listener
+            self._residence = Residence(self._offloaded, streams, actions, partitions, listener, watches=front.watches)
         try:
             try:
                 yield
@@ -177,34 +165,30 @@ class Executor:
             if residence is not None:
                 residence.before(action)
             if kind == "F":
-                with nullcontext() if residence is None else residence.watching(j):
+                with _nothing if residence is None else residence.watching(j):
                     self._front.forward(i, j, recomputes=recomputes)
-                if self._aliases is not None:  # Autograd's `Wait` marks it otherwise.
-                    mark_ready(self._front.leaving(j), i)
             else:
                 self._run_backward(action, keep_graph)
             if residence is not None:
                 residence.after(action)
         except BaseException as error:
-            if self._aliases is not None:  # Otherwise the column notes it, at backward, too.
-                place = Action(kind, i, self._front.place(j))
-                add_shortage(error, self._facts, place, self._front.streams[j].device)
+            if self._facts is not None:
+                column = self._front.columns[j]
+                add_shortage(error, self._facts, Action(kind, i, column.partition), column.stream.device)
             raise
 
     def _run_backward(self, action: Action, keep_graph: bool) -> None:
         """Run R, B, I or W."""
         kind, i, j = action
-        front, aliases = cast(ProgramFront, self._front), self._aliases
-        assert aliases is not None
-        watching = nullcontext() if self._residence is None else self._residence.watching(j)
+        front = cast(ProgramFront, self._front)
+        watching = _nothing if self._residence is None else self._residence.watching(j)
         if kind == "R":
-            with front.differentiating(j), watching:
+            with watching:
                 front.recompute(i, j)
             return
         # In this thread, and outside of autocast, as `loss.backward()` is.
         with (
             front.differentiating(j),
-            filling_aliases(),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
             watching,
@@ -212,23 +196,20 @@ class Executor:
             cell = front.cell(i, j, last=kind != "I" and not keep_graph)
             if cell is None:
                 return
-            fresh, sources, grads = without_gradient(aliases.of(j)), cell.sources, list[Leaf]()
+            sources, grads = cell.sources, list[Leaf]()
             if not keep_graph:
                 cell.sources = []  # They lead to the graphs of earlier columns, which are to be freed before W comes.
             if kind == "W":
                 cell.differentiate_weights()
             else:
-                wait_back(front.leaving(j), i)
+                wait_back(cell.column.leaving, i)
                 grads = cell.differentiate(cell.arrived(), split=kind == "I", keep_graph=keep_graph)
-            unshare(fresh)
             del cell  # With what only its graph needs.
-        self._return(action, sources, grads, resting_of(aliases))
+        self._return(action, sources, grads)
 
-    def _return(
-        self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf], resting: Resting | None
-    ) -> None:
+    def _return(self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf]) -> None:
         """Take gradients to the cells that they come from; those that take the same route go together."""
-        i = action.i
+        i, resting = action.i, None if self._offloaded is None else self._offloaded.resting
         by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
         for (route, arrival), grad in zip(sources, grads):
             if grad is None:

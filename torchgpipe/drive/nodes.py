@@ -28,7 +28,7 @@ from torch import Tensor
 from torchgpipe.cell.layers_cell import LayersCell
 from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.graph.function import Function, mark_frozen
+from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
 
 __all__ = ["CellNode", "Recompute"]
@@ -48,7 +48,9 @@ class CellNode(Function):
         outputs = cell.forward(leaves, recomputes=recomputes)
         if recomputes:
             ctx.save_for_backward(*leaves)
-        mark_frozen(ctx, outputs, [end is not None for end in cell.exports])
+        frozen = [output for output, end in zip(outputs, cell.exports) if end is None and output is not None]
+        if frozen:  # Else autograd would take all of them along.
+            ctx.mark_non_differentiable(*frozen)
         return outputs if ctx.lane_device is None else (get_phony(ctx.lane_device), *outputs)
 
     @staticmethod

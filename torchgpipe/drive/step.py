@@ -7,7 +7,7 @@ j is a partition. Here j is a view, which may be a part of a partition, or sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.drive.agenda import Agenda, agenda_of
 from torchgpipe.drive.executor import Executor
-from torchgpipe.gradients.aliases import Aliases, filling_aliases, weights_of
+from torchgpipe.gradients.aliases import Aliases, weights_of
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.graph.cut import CutGraph
@@ -39,7 +39,7 @@ from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program, Schedule
 from torchgpipe.skip.namespace import SkipKey
-from torchgpipe.transport.route import Route, copy_forward
+from torchgpipe.transport.route import Route, copy_forward, mark_ready
 
 __all__ = ["run_step"]
 
@@ -142,9 +142,7 @@ class _MicroBatches:
 
     Attributes:
         ambient: the settings of the caller
-        streams: where each partition computes
-        partitions: for each view, its partition
-        listener: the listener of the mini-batch, if there is one
+        columns: the columns, one for each view, or for several that are joined
         watches: whether to look at each operation on weights that live in host memory
     """
 
@@ -162,14 +160,14 @@ class _MicroBatches:
         random_numbers: RandomNumbers,
         watches: bool,
     ) -> None:
-        self._aliases, self.watches, self.listener = aliases, watches, listener
+        self._aliases, self.watches = aliases, watches
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._backward = finish, backward
         self.ambient = Ambient()
         self._random_numbers = random_numbers
         self._has_rows = any([leaf is not None and leaf.numel() > 0 for leaf in inputs[0].leaves])
         self._recomputed = False
-        self._columns = make_columns(
+        self.columns = make_columns(
             partitions,
             devices,
             modules,
@@ -183,14 +181,12 @@ class _MicroBatches:
             in_program=True,
             listener=listener,
         )
-        self.streams = [column.stream for column in self._columns]
-        self.partitions = [column.j for column in self._columns]
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
         self._skips: dict[tuple[int, SkipKey], tuple[Leaf | Rested, Source | None]] = {}
         #: Where each skip is popped.
-        self._poppers = {portal.key: j for j, column in enumerate(self._columns) for portal in column.receiving}
+        self._poppers = {portal.key: j for j, column in enumerate(self.columns) for portal in column.receiving}
         self._cells: dict[tuple[int, int], LayersCell] = {}
         #: The inputs of cells that run again, with their versions.
         self._inputs_of: dict[tuple[int, int], tuple[Sequence[Leaf | Rested], list[int]]] = {}
@@ -217,9 +213,9 @@ class _MicroBatches:
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`."""
-        column, is_last = self._columns[j], j == self._n - 1
-        last = _LastCell(i, column, j, self._finish, self._backward) if is_last else None
-        cell = last or LayersCell(i, column, j)
+        column, is_last = self.columns[j], j == self._n - 1
+        last = _LastCell(i, column, self._finish, self._backward) if is_last else None
+        cell = last or LayersCell(i, column)
         try:
             batch, values, sources = self._values.pop((i, j))
             leaves = _brought(column.arriving, i, values)
@@ -243,6 +239,7 @@ class _MicroBatches:
                         last.differentiate_loss(outputs)
                     self._cells[i, j], exports = cell, cell.exports
             self._aliases.verify_returned(outputs, column.where)
+            mark_ready(column.leaving, i)
             now = Action("F", i, j)
             if last is not None:
                 grads, last.grads = last.grads, ()
@@ -254,7 +251,7 @@ class _MicroBatches:
             for portal, leaf, end in zip(column.sending, outputs[width:], exports[width:]):
                 (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
                 self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
-            route = self._columns[j + 1].arriving
+            route = self.columns[j + 1].arriving
             self._values[i, j + 1] = (
                 cell.end(()),
                 self._let_rest(outputs[:width], outputs[:width], now, Action("F", i, j + 1)),
@@ -273,7 +270,7 @@ class _MicroBatches:
             leaves: the input where it is needed
             recomputes: whether to run again, if there is anything to differentiate
         """
-        i, j = cell.i, cell.number
+        i, j = cell.i, cell.column.j
         recomputes = recomputes and cell.column.needs_grad(leaves)
         outputs = cell.forward(leaves, recomputes=recomputes)
         if recomputes:
@@ -305,29 +302,24 @@ class _MicroBatches:
         self._recomputed = True
         if versions(_at_hand(kept)) != before:
             error = RuntimeError(
-                f"{self._columns[j].where} cannot be recomputed, because its input was changed in place after it ran, "
+                f"{self.columns[j].where} cannot be recomputed, because its input was changed in place after it ran, "
                 "perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
                 "checkpoint='never'"
             )
-            self._columns[j].note(error, i, "recomputation")
+            self.columns[j].note(error, i, "recomputation")
             raise error
-        self._cells[i, j].recompute_ahead(tuple([awake(leaf) for leaf in kept]))
+        with self._random_numbers.backward(self.columns[j].stream.device):
+            self._cells[i, j].recompute_ahead(tuple([awake(leaf) for leaf in kept]))
 
     def cell(self, i: int, j: int, *, last: bool) -> LayersCell:
         """See `ProgramFront.cell`."""
         return self._cells.pop((i, j)) if last else self._cells[i, j]
 
-    def differentiating(self, j: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def differentiating(self, j: int) -> Iterator[None]:
         """See `ProgramFront.differentiating`."""
-        return self._random_numbers.backward(self.streams[j].device)
-
-    def leaving(self, j: int) -> Sequence[Route]:
-        """See `Front.leaving`."""
-        return self._columns[j].leaving
-
-    def place(self, j: int) -> int:
-        """See `Front.place`."""
-        return self._columns[j].running
+        with self._random_numbers.backward(self.columns[j].stream.device), self._aliases.filled(j):
+            yield
 
     def cancel(self) -> None:
         """See `Front.cancel`."""
@@ -361,8 +353,8 @@ class _LastCell(LayersCell):
 
     __slots__ = ("_backward", "_finish", "grads")
 
-    def __init__(self, i: int, column: LayersColumn, number: int, finish: Finish, backward: bool) -> None:
-        super().__init__(i, column, number)
+    def __init__(self, i: int, column: LayersColumn, finish: Finish, backward: bool) -> None:
+        super().__init__(i, column)
         self._finish: Finish | None = finish
         self._backward = backward
         self.grads: Leaves = ()
@@ -389,11 +381,7 @@ class _LastCell(LayersCell):
             self.grads = (None,) * len(outputs)
             return
         try:
-            with (
-                filling_aliases(),
-                torch.autograd.set_multithreading_enabled(False),
-                self.column.ambient.without_autocast(),
-            ):
+            with torch.autograd.set_multithreading_enabled(False), self.column.ambient.without_autocast():
                 edge, seed = get_gradient_edge(share), torch.ones_like(share)
                 grads = iter(cut.differentiate([edge], [seed], self.column.sink, lambda _: nullcontext()))
         except BaseException as error:

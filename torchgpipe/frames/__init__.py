@@ -2,12 +2,12 @@
 
 Words of this room, beside those of the field:
 
-    frame      the run of the model's own forward on one micro-batch, in a thread that stops where a partition begins
+    frame      a thread that runs the model's own forward for one micro-batch: stops at doors, imports what it uses
     spine      the modules of the model that are called one after the other, and are balanced like layers
     glue       the operations between two modules of the spine
     door       what stands in front of a module of the spine, and is called in its place
-    visitor    whoever runs the model in a thread, and is asked at each door: a micro-batch in its frame (traveller), a
-               recomputation at backward, or a run in one piece
+    visitor    whoever runs the model in a thread, and is asked at each door: a frame, a recomputation at backward, or a
+               run in one piece
     part       a module of the spine, or several that cannot be kept apart
     partition  neighbouring parts: what is balanced, and what layouts and errors tell of
     column     what runs as one: a partition, or neighbouring partitions on one device; j is a column

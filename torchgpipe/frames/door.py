@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_cal
 from torchgpipe.frames.recomputed import Keep, recomputed
 from torchgpipe.model.values import Exchanged
 
-__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread"]
+__all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread", "visiting"]
 
 
 class Visitor(Protocol):
@@ -60,6 +61,16 @@ class _ThisThread(threading.local):
 
 #: The visitor of this thread.
 this_thread = _ThisThread()
+
+
+@contextmanager
+def visiting(visitor: Visitor) -> Iterator[None]:
+    """Visit the doors that this thread reaches in a ``with`` block."""
+    outer, this_thread.visitor = this_thread.visitor, visitor
+    try:
+        yield
+    finally:
+        this_thread.visitor = outer
 
 
 class Door:

@@ -1,7 +1,7 @@
 """A frame: the run of the model's own forward on one micro-batch, which stops where a column begins.
 
-Each frame has a thread while it runs, whose stack keeps the state of the model's forward between two cells. The worker
-of a device and a frame take turns, so that only one of the two runs:
+A frame has a thread while it runs, whose stack keeps the state of the model's forward between two cells. The worker of
+a device and a frame take turns, so that only one of the two runs:
 
     worker of device 0     F(0,0)──┐      ┌─►F(1,0)──┐
     frame 0                        └─ ... ┘          │         runs until it calls a module of column 1, and stops
@@ -9,83 +9,88 @@ of a device and a frame take turns, so that only one of the two runs:
     worker of device 1                    F(0,1)──┐            lets frame 0 go on
     frame 0                                       └─ ...       until it calls a module of column 2, or ends
 
-A pipeline with one column needs no threads: its frames run in the thread that asks.
+In its thread, a frame stands where the model leaves its own code: at the doors of modules of the spine, whose arguments
+it imports, and, as a function mode, at the operations between them, the glue. Within a module of the spine it is off,
+because the arguments are imports.
+
+A pipeline with one column needs no threads and no imports: its frames run in the thread that asks.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number
+from torchgpipe.cell.cell import Cell
+from torchgpipe.devices.torch_internals import without_function_mode
 from torchgpipe.frames.columns import Columns
-from torchgpipe.frames.threads import Threads, place_of, seconds_of
+from torchgpipe.frames.door import Door, this_thread, visiting
+from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, begins_at_an_import, on_device
+from torchgpipe.frames.imports import Imports
+from torchgpipe.frames.rest import FrameRest
+from torchgpipe.frames.settings import name_of
+from torchgpipe.frames.threads import Coroutine, Threads
 from torchgpipe.listener.listener import End
+from torchgpipe.model.values import Exchanged, each, is_cache, mapped
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.generator_locks import own_locks
 
-__all__ = ["Cancelled", "Frame", "WaitsForever"]
+__all__ = ["Frame"]
 
 
-class Cancelled(BaseException):
-    """Unwinds the stack of a frame that will not go on, because the mini-batch has failed elsewhere."""
-
-
-class WaitsForever(RuntimeError):
-    """A micro-batch waits for what an earlier one holds, which has stopped where a partition begins."""
-
-
-class Frame:
+class Frame(TorchFunctionMode):
     """A micro-batch on its way through the model.
 
     Args:
         i: the micro-batch
-        run: runs the model; it calls `pause_until` at each boundary, in this frame's thread
+        begin: prepares the arguments of the model, and calls `run` in this frame's thread
         ambient: the settings of the caller
         threads: where frames run; None if they run in the thread that asks
-        columns: where the columns compute, and who listens
+        columns: the columns, and what all frames share
+        cells: the cells of the frame, by column; empty if there is no backward
 
     Attributes:
         i: the micro-batch
-        column: the column whose turn it is
+        owner: the identity of the pipeline
         module: the name of the module of the spine that was called last, for errors; '' before the first call
+        imports: the imports, which know the column of the frame, and have its cells until it ends
+        rest: what of the frame rests in host memory; None if nothing does
     """
 
     def __init__(
         self,
         i: int,
-        run: Callable[[Frame], None],
+        begin: Callable[[Frame], None],
         ambient: Ambient,
         threads: Threads | None,
         columns: Columns,
+        cells: list[Cell],
     ) -> None:
-        self.i = i
-        self.column = 0
-        self.module = ""
-        self._finished = False
-        self._run = run
-        self._ambient = ambient
+        super().__init__()
+        self.i, self.owner, self.module = i, columns.owner, ""
+        self.imports = Imports(i, cells, columns)
+        self.rest: FrameRest | None = None
+        self._begin, self._ambient, self._columns = begin, ambient, columns
+        # The first one waits for no other: for a file, perhaps.
+        patience = columns.patience if i else None
+        self._coroutine = None if threads is None else Coroutine(threads, f"micro-batch {i}", patience)
+        #: The column that the frame has stopped in front of.
         self._wanted = 0
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._threads = threads
-        self._columns = columns
-        self._end: End | None = None
-        self._started = False
-        self._ident = 0
-        # The baton between worker and frame, in both directions: half the time of a condition.
-        self._turn: SimpleQueue[None] = SimpleQueue()
-        self._pause: SimpleQueue[None] = SimpleQueue()
-        #: Held by the thread while it runs.
-        self._working = threading.Lock()
-        #: The columns that were entered, and for each, the sequence number of the first autograd node made there.
-        self._entered: list[int] = []
-        self._starts: list[int] = []
+        self._end_of_work: End | None = None
+        self._current_stream = ExitStack()
+        self._is_off = False
+
+    @property
+    def column(self) -> int:
+        """The column whose turn it is."""
+        return self.imports.column
+
+    # ---------------------------------------------------------------------------------------- in the thread of a worker
 
     def advance(self, j: int) -> None:
         """Let the model run as far as it belongs to column ``j``.
@@ -93,121 +98,184 @@ class Frame:
         Raises:
             BaseException: what the model has raised.
         """
-        if self._finished or self._wanted > j:
-            return  # The frame passes this column by.
-        if self._threads is None:
-            self._ambient.run(self._go)
-            return
-        if self._started:
-            self._turn.put(None)
-        else:
-            self._started = True
-            self._ident = self._threads.run(self._serve)
-        self._await_pause()
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # A stack that holds its own exception is a cycle, which would keep tensors alive.
-
-    def _await_pause(self) -> None:
-        """Wait until the frame's thread pauses or ends.
-
-        Raises:
-            WaitsForever: the thread has only waited for longer than this mini-batch is patient.
-        """
-        # The first one waits for no other: for a file, perhaps.
-        patience, computed = self._columns.patience if self.i else None, -1.0
-        while True:
-            try:
-                return self._pause.get(timeout=patience)
-            except Empty:
-                before, computed = computed, seconds_of(self._ident)
-            if computed == before:
-                raise WaitsForever(
-                    f"micro-batch {self.i} waits for ever in {place_of(self._ident)}, while earlier ones have stopped "
-                    "where a partition begins: perhaps the model holds a lock in its forward, which every micro-batch "
-                    "takes; take the lock around the call of the model instead"
-                )
-
-    def pause_until(self, j: int) -> None:
-        """Stop until it is the turn of column ``j``; called in the frame's own thread."""
-        if self._cancelled:  # The model has caught the exception of a cancelled frame.
-            raise Cancelled
-        if self._threads is not None and j != self.column:
-            self._end_work(failed=False)
-            self._wanted = j
-            self._pause.put(None)
-            self._turn.get()
-            if self._cancelled:
-                raise Cancelled
-        self.column = j
-        self._starts.append(next_sequence_number())
-        self._entered.append(j)
-
-    def begin_work(self) -> None:
-        """Tell a listener that the model computes in this column now, unless it has been told."""
-        listener = self._columns.listener
-        if listener is not None and self._end is None:
-            self._end = listener.begin("forward", self.i, self.column, None, self._columns.computing[self.column])
-
-    def _end_work(self, *, failed: bool) -> None:
-        if self._end is not None:
-            end, self._end = self._end, None
-            end(failed)
+        if self._coroutine is None:
+            self._go()
+        elif not self._coroutine.has_ended and self._wanted <= j:  # Else the frame passes this column by.
+            self._coroutine.resume(self._go)
 
     def cancel(self) -> None:
-        """Unwind the stack of a frame that has not finished, and wait until that is done.
+        """Unwind the stack of a frame that has not finished, and wait until that is done."""
+        if self._coroutine is not None:
+            self._coroutine.cancel()
 
-        The frame may be waiting for its turn, or, if `advance` was interrupted, be running or about to start.
-        """
-        self._cancelled = True
-        self._turn.put(None)
-        with self._working:
-            pass
-
-    def span(self, column: int) -> tuple[int, int]:
-        """Return the numbers of the autograd nodes made in a column: the first, and the one behind the last.
-
-        Called in the frame's own thread, when the model's forward has returned.
-        """
-        if column not in self._entered:
-            return 0, 0
-        starts = [*self._starts, next_sequence_number()]
-        k = self._entered.index(column)
-        return starts[k], starts[k + 1]
-
-    def home(self, node: Any) -> int:
-        """Return the column in which a node of autograd was made."""
-        number = sequence_number(node)
-        if number >= self._starts[-1]:
-            return self.column
-        return self._entered[max(0, bisect_right(self._starts, number) - 1)]
-
-    def _serve(self, leave: Callable[[], None]) -> None:
-        """Run in a thread."""
-        with self._working:
-            try:
-                if not self._cancelled:
-                    self._ambient.run(self._go)
-            except Cancelled:
-                pass
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._finished = True
-                leave()
-                self._pause.put(None)
+    # -------------------------------------------------------------------------------------- in the thread of the frame
 
     def _go(self) -> None:
+        self._ambient.run(self._go_in_ambient)
+
+    def _go_in_ambient(self) -> None:
         failed = True
         try:
             # A model that differentiates makes nodes, which have numbers of this thread only if it is this thread.
             with own_locks(), torch.autograd.set_multithreading_enabled(False):
-                self.pause_until(0)
-                self._run(self)
+                self.imports.enter(0)
+                self._begin(self)
             failed = False
         finally:
-            self._end_work(failed=failed)
-            self._finished = True
+            self.end_work(failed=failed)
+            # Later frames may run in settings that hold this object, and modules that run again what has rested.
+            self.imports.end()
+            if self.rest is not None:
+                self.rest.end()
+                self.rest = None
+
+    def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
+        """Run the model, and pass its output to ``finish`` in the last column."""
+        with visiting(self):
+            self.begin_work()
+            if len(self._columns) == 1:
+                finish(model())
+                return
+            with self._current_stream, self if self.imports.are_needed else nullcontext():
+                self._current_stream.enter_context(self._columns[0].stream.use())
+                output = model()
+                with self._without_glue():
+                    self.go_to(len(self._columns) - 1, "the end")
+                self.begin_work()
+                finish(output)
+
+    def begin_work(self) -> None:
+        """Tell a listener that the model computes in this column now, unless it has been told."""
+        column = self._columns[self.imports.column]
+        if column.listener is not None and self._end_of_work is None:
+            self._end_of_work = column.listener.begin("forward", self.i, column.j, None, column.stream)
+
+    def end_work(self, *, failed: bool) -> None:
+        """Tell a listener that the model stops or ends here."""
+        if self._end_of_work is not None:
+            end, self._end_of_work = self._end_of_work, None
+            end(failed)
+
+    def go_to(self, column: int, name: str) -> None:
+        """Stop until it is the turn of ``column``.
+
+        Raises:
+            RuntimeError: the column is an earlier one.
+        """
+        here = self.imports.column
+        if column == here:
+            return
+        if column < here:
+            there, reached = [name_of(self._columns.members[j]) for j in (column, here)]
+            raise RuntimeError(
+                f"'{name}' belongs to {there}, but the model has called it after modules of {reached}, which it did "
+                f"not do with the sample; give a sample that takes this way, or a balance that keeps '{name}' and what "
+                "is called before it in one partition"
+            )
+        assert self._coroutine is not None
+        self.imports.forget()
+        self.end_work(failed=False)
+        self._wanted = column
+        self._coroutine.pause()
+        self.imports.enter(column)
+        self._current_stream.enter_context(self._columns[column].stream.use())
+
+    # ----------------------------------------------------------------------------------------------------- at its doors
+
+    def import_value(self, value: Any) -> Any:
+        """Return ``value`` with all its tensors in the present column."""
+        if not self.imports.are_needed:
+            return value
+        with self._without_glue():
+            return mapped(value, self.imports.import_tensor)
+
+    def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Stop at ``door`` until it is the turn of its column, import the arguments, and call the module."""
+        self.module = door.name
+        keep = None if self.rest is None else self.rest.keep
+        if len(self._columns) == 1:
+            return door.call_module(args, kwargs, keep)
+        imports = self.imports
+        if self._is_off:  # Within a module of the spine, whose arguments are imports.
+            return self._columns.here(door, imports.column).call_module(args, kwargs)
+        with self._without_glue():
+            door = self._columns.here(door, imports.column)
+            rest = None if door.column == imports.column else self.rest
+            with nullcontext() if rest is None else rest.until(door.column, (args, kwargs)):
+                self.go_to(door.column, door.name)
+            exchanged: Exchanged | None = None
+            if imports.column and imports.are_needed:
+                exchanged = Exchanged(args, kwargs, imports.import_tensor)
+                args, kwargs = exchanged.args, exchanged.kwargs
+                for value in (*args, *kwargs.values()):
+                    if is_cache(value):
+                        _import_layers(value, door.layers, imports.import_tensor)
+            self.begin_work()  # Here, as an accelerator has waited for the arguments before.
+            output = door.call_module(args, kwargs, keep)
+            if exchanged is not None:
+                exchanged.hand_over()
+            if self._columns.copies:
+                for _, tensor in each(output):
+                    imports.mark_made(tensor)
+            return output
+
+    # -------------------------------------------------------------------------------------------------------- its glue
+
+    @contextmanager
+    def _without_glue(self) -> Iterator[None]:
+        """Switch the mode off for a ``with`` block, also if the model has put one of its own on top."""
+        with without_function_mode(lambda mode: mode is self):
+            outer, self._is_off = self._is_off, True
+            try:
+                yield
+            finally:
+                self._is_off = outer
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # The compiler would keep what it finds here. `is_compiling` is true in all threads while one of them compiles.
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        # A pipeline within the model has visitors of its own, and carries this mode to its threads.
+        if self._is_off or this_thread.visitor is not self or func in OF_THE_ORIGINAL:
+            return func(*args, **kwargs)
+        imports, devices = self.imports, self._columns.devices
+        if "device" in kwargs or func in TO_A_DEVICE:
+            args, kwargs = on_device(func, args, kwargs, devices[imports.column], devices)
+        if not imports.column:
+            return func(*args, **kwargs)
+        if func in DIFFERENTIATES:
+            given = args, kwargs
+            is_here = func is torch.autograd.grad and mapped(given, imports.import_tensor) is given
+            if is_here and not begins_at_an_import(args, kwargs):
+                return func(*args, **kwargs)
+            raise RuntimeError(
+                "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
+                "cut; give a balance that keeps what it differentiates in one partition, or let one module do all of it"
+            )
+        args = mapped(args, imports.import_tensor)
+        if kwargs:
+            kwargs = mapped(kwargs, imports.import_tensor)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            imports.mark_made(result)
+        return result
+
+
+def _import_layers(cache: Any, layers: Sequence[int], change: Callable[[Tensor], Tensor]) -> None:
+    """Import the layers of a cache that a module uses, in place: the model keeps the same cache.
+
+    The layers of other modules stay where they are, or every column would copy all of them.
+    """
+    layers_of_cache = getattr(cache, "layers", None)
+    if not isinstance(layers_of_cache, list):
+        for inner in vars(cache).values():
+            if is_cache(inner):
+                _import_layers(inner, layers, change)
+        return
+    for layer in [layers_of_cache[k] for k in layers if k < len(layers_of_cache)]:
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, Tensor):
+                changed = change(value)
+                if changed is not value:
+                    setattr(layer, name, changed)

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export
-from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.torch_internals import forget_parametrizations, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.drive.executor import Executor
-from torchgpipe.frames.columns import Shared
+from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.door import visiting
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
-from torchgpipe.frames.visitors import RecomputationVisitor, Traveller, visiting
+from torchgpipe.frames.visitors import RecomputationVisitor
 from torchgpipe.model.values import each
 from torchgpipe.offload.aliases import OffloadedAliases, resting_of
 from torchgpipe.offload.residence import watch
@@ -40,7 +40,7 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
-from torchgpipe.transport.route import Route
+from torchgpipe.transport.route import mark_ready
 
 __all__ = ["Finish", "MiniBatch"]
 
@@ -60,11 +60,10 @@ class MiniBatch:
         model: names the model's forward, for errors
         inputs: the arguments of each micro-batch, on the first device
         finish: takes the output of each micro-batch, in the last column
-        shared: what the frames share
+        columns: the columns, and what the frames share
         random_numbers: the random numbers
         program: the actions of each device
         backward: whether backward follows
-        splits: whether backward may be split. What is recomputed would be recomputed for each part of the second half
         verified: called when all actions were verified to have no operation that the pipeline has not seen, and no
             change of weights that live in host memory; None if there is no need
         facts: what a note about memory is made from
@@ -72,10 +71,8 @@ class MiniBatch:
     Attributes:
         aliases: the aliases of the model's parameters
         watches: whether to look at each operation on weights that live in host memory
-        partitions: for each column, the number of what comes and goes together: each by itself
-        listener: the listener of the mini-batch, if there is one
+        columns: the columns
         random_numbers: the random numbers
-        crossed: what the first micro-batch has carried from partition to partition
     """
 
     def __init__(
@@ -84,20 +81,16 @@ class MiniBatch:
         model: str,
         inputs: Sequence[Arguments],
         finish: Finish,
-        shared: Shared,
+        columns: Columns,
         random_numbers: RandomNumbers,
         program: Program,
         *,
         backward: bool,
-        splits: bool,
         verified: Callable[[], None] | None,
         facts: MiniBatchFacts,
     ) -> None:
-        columns = self._columns = shared.columns
-        self._shared, self.aliases, self.crossed = shared, shared.aliases, shared.crossed
-        self._m, self._n = len(inputs), len(columns.devices)
-        self.partitions = range(self._n)
-        self.listener, self.streams = columns.listener, columns.computing
+        self.columns, self.aliases = columns, columns.aliases
+        self._m, self._n = len(inputs), len(columns)
         self.random_numbers = random_numbers
         #: The aliases, if each operation on them is looked at.
         self._watched = self.aliases if verified is not None and isinstance(self.aliases, OffloadedAliases) else None
@@ -109,19 +102,16 @@ class MiniBatch:
         self._inputs: list[Arguments | None] = list(inputs)
         self._finish: Finish | None = finish
         self._ambient = Ambient()
-        of_cells = [
-            Column(j, label, stream, self._m, columns.listener, splits=splits)
-            for j, (label, stream) in enumerate(zip(columns.labels, columns.computing))
-        ]
         #: By micro-batch. Those that have been differentiated, and will not be again, are None.
-        self._cells: list[list[Cell | None]] = [
-            [Cell(i, column, j) for j, column in enumerate(of_cells)] for i in range(self._m if backward else 0)
-        ]
+        cells = [[Cell(i, column) for column in columns if backward] for i in range(self._m)]
+        self._cells: list[list[Cell | None]] = [[*of_frame] for of_frame in cells] if backward else []
         self._verifies = verified is not None
         #: The tensors among the caller's arguments, with their versions.
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
-        self._frames = [Frame(i, self._run_frame, self._ambient, self._threads, columns) for i in range(self._m)]
+        self._frames = [
+            Frame(i, self._run_frame, self._ambient, self._threads, columns, cells[i]) for i in range(self._m)
+        ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
         self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
@@ -202,12 +192,12 @@ class MiniBatch:
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
         self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
-        for computing in self._columns.computing:
-            self._columns.streams.current(computing.device).wait(computing.mark())
+        for column in self.columns:
+            self.columns.streams.current(column.stream.device).wait(column.stream.mark())
 
     def watch_inputs(self, inputs: Any) -> None:
         """Note the versions of the caller's tensors whose memory backward uses; of others there is a copy."""
-        streams, first = self._columns.streams, self._columns.devices[0]
+        streams, first = self.columns.streams, self.columns.devices[0]
         self._callers = [
             (weakref.ref(tensor), versions([tensor])[0])
             for _, tensor in each(inputs)
@@ -232,21 +222,14 @@ class MiniBatch:
 
     # ----------------------------------------------------------------------------------------------------- forward
 
-    def leaving(self, j: int) -> Sequence[Route]:
-        """See `Front.leaving`."""
-        return self._columns.leaving(j)
-
-    def place(self, j: int) -> int:
-        """See `Front.place`."""
-        return j
-
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`; modules of the model's own recompute, and nobody can tell them not to."""
         frame = self._frames[i]
         forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
-            with self.random_numbers.of(i, self._columns.devices[j]):
+            with self.random_numbers.of(i, self.columns.devices[j]):
                 frame.advance(j)
+            mark_ready(self.columns[j].leaving, i)
         except BaseException as error:
             inside = f"'{frame.module}'" if frame.module else self._model
             explain_compiler(error)
@@ -261,8 +244,9 @@ class MiniBatch:
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
         del taken  # The model alone holds its arguments.
         resting = resting_of(self.aliases)
-        rest = None if resting is None else FrameRest(frame, resting, self.streams, tuple(arguments[0]))
-        traveller = Traveller(frame, cells, self._shared, rest)
+        if resting is not None:
+            streams = [column.stream for column in self.columns]
+            frame.rest = FrameRest(frame.imports, resting, streams, tuple(arguments[0]))
 
         def model() -> Any:
             assert self._forward is not None
@@ -274,14 +258,14 @@ class MiniBatch:
             if isinstance(self.aliases, OffloadedAliases):
                 where = f"micro-batch {i} of the model"
                 self.aliases.verify_returned([tensor for _, tensor in each(output)], where)
-            self._finish(i, traveller.import_value(output), cells[-1].export if cells else None)
+            self._finish(i, frame.import_value(output), cells[-1].export if cells else None)
 
         # In a thread of its own, a frame does not run in the modes of a worker.
         watched = self._watched if self._threads is not None else None
         with nullcontext() if watched is None else watch(watched, lambda: frame.column):
-            traveller.run(model, finish)
+            frame.run(model, finish)
         for j, cell in enumerate(cells if self._verifies else []):
-            cell.span = frame.span(j)
+            cell.span = frame.imports.span(j)
 
     def _cut(self, i: int, tensor: Tensor) -> Tensor:
         """Return an input of micro-batch ``i``, without its history if it requires grad."""
@@ -312,12 +296,12 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, j: int) -> Iterator[None]:
         """See `ProgramFront.differentiating`."""
-        visitor = visiting(RecomputationVisitor(self._shared, j)) if self._threads is not None else nullcontext()
-        with self.random_numbers.backward(self._columns.devices[j]), visitor:
+        visitor = visiting(RecomputationVisitor(self.columns, j)) if self._threads is not None else nullcontext()
+        with self.random_numbers.backward(self.columns.devices[j]), visitor, self.aliases.filled(j):
             yield
 
     def _where(self, i: int, j: int) -> str:
-        return f"micro-batch {i} of {self._m}, {self._columns.labels[j]}"
+        return f"micro-batch {i} of {self._m}, {self.columns[j].where}"
 
 
 @lru_cache(maxsize=32)

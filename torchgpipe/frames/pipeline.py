@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from torchgpipe.cell.cell import Export
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
-from torchgpipe.devices.stream import Streams
+from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
-from torchgpipe.frames.columns import Columns, Shared, copier
-from torchgpipe.frames.door import Door, Owner, put_door, remove_door
+from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.door import Door, Owner, put_door, remove_door, visiting
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.loss import MicroBatchLoss
@@ -27,7 +27,7 @@ from torchgpipe.frames.numbers import joiner
 from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
-from torchgpipe.frames.visitors import InOnePiece, visiting
+from torchgpipe.frames.visitors import InOnePiece
 from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.graph.function import refuse_transforms
@@ -43,6 +43,7 @@ from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import OnDemand
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
+from torchgpipe.transport.copier import copier
 
 __all__ = ["NumbersOfProof", "Pipeline"]
 
@@ -220,17 +221,17 @@ class Pipeline:
                 "host memory for backward; call it in torch.no_grad(), or call the model"
             )
         slots = [(child, name, column) for child in modules for name in child._parameters]
-        columns = Columns(self.settings, self.streams)
+        devices, computing = self.settings.devices, self._computing()
         with self._lock:
             aliases = self._aliases_of(slots, backward=False)
             assert isinstance(aliases, OffloadedAliases)
             with (
                 aliases.installed(),
-                visiting(InOnePiece(columns, self.identity)),
-                OnDemand(aliases, columns.computing),
-                columns.computing[column].use(),
+                visiting(InOnePiece(devices, self.streams, self.identity)),
+                OnDemand(aliases, computing),
+                computing[column].use(),
             ):
-                output = door.call_exchanged(args, kwargs, self.to(columns.devices[column]))
+                output = door.call_exchanged(args, kwargs, self.to(devices[column]))
             aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
         return output
 
@@ -320,12 +321,13 @@ class Pipeline:
         patience: float | None = None,
     ) -> MiniBatch:
         module, settings, recorder, recomputes = self.module, self.settings, self.recorder, self._recomputes()
-        step = None
+        m, step = len(batch.sizes), None
         if recorder is not None:
-            computing = map(self.streams.current, settings.devices)
-            places = [Place(stream, names) for stream, names in zip(computing, settings.parts)]
-            step = recorder.begin_step(len(batch.sizes), places, actions)
-        columns = Columns(settings, self.streams, labelled(step), patience)
+            places = [Place(stream, names) for stream, names in zip(self._computing(), settings.parts)]
+            step = recorder.begin_step(m, places, actions)
+        columns = Columns(
+            settings, m, self.streams, aliases, self.identity, labelled(step), splits=not recomputes, patience=patience
+        )
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
         modes = modes_of(module)
@@ -335,11 +337,10 @@ class Pipeline:
             f"{type(module).__name__}.forward",
             inputs,
             finish,
-            Shared(columns, aliases, self.identity, [], settings.again, {}),
+            columns,
             random_numbers,
             actions,
             backward=backward,
-            splits=not recomputes,
             verified=self._to_verify(inputs[0], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
         )
@@ -354,11 +355,20 @@ class Pipeline:
         """Return a function that copies a tensor of the caller's to ``device``."""
         return copier(self.streams, device)
 
+    def _computing(self) -> list[Stream]:
+        """Return the stream that each column computes on."""
+        return [self.streams.current(device) for device in self.settings.devices]
+
+    def _copies(self) -> bool:
+        """Return whether tensors are copied from column to column."""
+        first, *others = self.settings.devices
+        return any([self.streams.moves(first, device) for device in others])
+
     def _end(self, mini_batch: MiniBatch, rows: int) -> None:
         # Modules of the model's own may recompute, too.
         mini_batch.random_numbers.end(counts=rows > 0, recomputes=True)
         if not self.settings.layout.crossed:
-            self.settings.layout.crossed = mini_batch.crossed
+            self.settings.layout.crossed = mini_batch.columns.crossed
 
     def _recomputes(self) -> bool:
         """Return whether anything in the model runs again at backward, as far as that is known."""
@@ -423,7 +433,7 @@ class Pipeline:
             warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=stacklevel)
 
     def _run_in_one_piece(self, arguments: Arguments) -> Any:
-        if not Columns(self.settings, self.streams).copies and self.host_memory is None:
+        if not self._copies() and self.host_memory is None:
             return self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
@@ -440,13 +450,12 @@ class Pipeline:
             backward: whether gradients are wanted, which go to the aliases
             moved: is called with the column of each module of the spine
         """
-        columns = Columns(self.settings, self.streams)
-        visitor = InOnePiece(columns, self.identity, moved)
+        visitor = InOnePiece(self.settings.devices, self.streams, self.identity, moved)
         with (
             self.aliased(backward=backward, alone=True) as aliases,
             visiting(visitor),
-            visitor if columns.copies else nullcontext(),
-            OnDemand(aliases, columns.computing) if isinstance(aliases, OffloadedAliases) else nullcontext(),
+            visitor if self._copies() else nullcontext(),
+            OnDemand(aliases, self._computing()) if isinstance(aliases, OffloadedAliases) else nullcontext(),
         ):
             try:
                 yield aliases

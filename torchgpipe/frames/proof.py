@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import is_of_compiler
-from torchgpipe.frames.frame import WaitsForever
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized, window_of
 from torchgpipe.frames.numbers import compute_shares, find_rule, has_item_count, joiner, list_rules
 from torchgpipe.frames.outputs import Rule, join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
+from torchgpipe.frames.threads import WaitsForever
 from torchgpipe.frames.variation import vary_sample
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import Compared, Comparison, difference_of

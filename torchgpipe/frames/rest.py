@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchgpipe.devices.stream import Stream
 from torchgpipe.devices.torch_internals import storage_key, versions
-from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.imports import Imports
 from torchgpipe.model.values import each
 from torchgpipe.offload.resting import Rested, Resting
 from torchgpipe.schedule import Action
@@ -27,13 +27,13 @@ class FrameRest:
     """What of one frame rests in host memory.
 
     Args:
-        frame: the frame
+        frame: the imports of the frame, which know where it is
         resting: takes tensors to host memory
         computing: the stream that each column computes on
         arguments: the arguments of the model, whose memory is the caller's
     """
 
-    def __init__(self, frame: Frame, resting: Resting, computing: Sequence[Stream], arguments: Any) -> None:
+    def __init__(self, frame: Imports, resting: Resting, computing: Sequence[Stream], arguments: Any) -> None:
         self._frame, self._resting, self._computing = frame, resting, computing
         self._callers = {storage_key(tensor) for _, tensor in each(arguments)}
         #: What has rested until this column began.

@@ -34,8 +34,8 @@ from torchgpipe.devices.torch_internals import (
     versions,
     without_function_mode,
 )
+from torchgpipe.frames.glue import changes_in_place
 from torchgpipe.frames.layout import Part
-from torchgpipe.frames.operations import changes_in_place
 from torchgpipe.frames.twin import may_have_twin
 from torchgpipe.model.untouched import attributes
 from torchgpipe.model.values import each

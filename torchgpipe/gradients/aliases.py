@@ -27,10 +27,10 @@ from torchgpipe.devices.torch_internals import parameter_like, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.graph.cut import differentiated_by_itself
-from torchgpipe.graph.function import nodes_behind
+from torchgpipe.graph.function import nodes_behind, unshared
 from torchgpipe.replay.found import registered
 
-__all__ = ["Aliases", "Slot", "StepLock", "filling_aliases", "weights_of"]
+__all__ = ["Aliases", "Slot", "StepLock", "weights_of"]
 
 #: A place of a parameter: the module, the name there, and the partition.
 Slot = tuple[nn.Module, str, int]
@@ -42,18 +42,6 @@ class _Differentiating(threading.local):
 
 #: Whether this thread differentiates a cell.
 _differentiating = _Differentiating()
-
-
-class filling_aliases:
-    """Let gradients arrive at aliases in a ``with`` block, in this thread."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _differentiating.is_a_cell = True
-
-    def __exit__(self, *_: object) -> None:
-        _differentiating.is_a_cell = False
 
 
 def _refuse_outside(alias: Tensor) -> None:
@@ -197,8 +185,21 @@ class Aliases:
     def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
         """Check that no tensor that leaves a partition is a weight whose memory leaves; here none does."""
 
+    def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
+        """Check that a tensor has no memory that is there only while another partition is; here none has."""
+
     def verify_unchanged(self, j: int) -> None:
         """Check that no parameter of a partition has changed since its alias was made; here they share the memory."""
+
+    @contextmanager
+    def filled(self, j: int) -> Iterator[None]:
+        """Let the gradients of a cell of partition ``j`` arrive in a ``with`` block, in this thread."""
+        _differentiating.is_a_cell = True
+        try:
+            with unshared(self._in_partition[j]):
+                yield
+        finally:
+            _differentiating.is_a_cell = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -2,21 +2,30 @@
 
 A captured tensor is a leaf that is neither an input of the cell nor a parameter of its layers. It gets its gradient
 where cells add to ``.grad``; where sums are kept, nothing could take it.
+
+The graph of a cell ends in the parameters, so PyTorch calls the hooks of a parameter there, with the gradient of one
+micro-batch. Where sums are kept, they are not to hear it: they hear the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchgpipe.devices.torch_internals import gradient_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.graph.function import Edge, accumulate, gradients
-from torchgpipe.graph.hooks import without_hooks
+from torchgpipe.graph.split_backward import nodes_below
 
 __all__ = ["add_to_grad", "captured_by", "differentiate_into", "refusal", "sum_of"]
+
+#: Whether this thread differentiates the graph of a cell.
+_in_a_cell: ContextVar[bool] = ContextVar("torchgpipe_in_a_cell", default=False)
 
 
 def add_to_grad(
@@ -71,7 +80,7 @@ def differentiate_into(
     inputs = [*leaves, *[owned[k] for k in wanted]]
     if not inputs:
         return []
-    with without_hooks(inputs[len(leaves) :]):
+    with _without_hooks(inputs[len(leaves) :]):
         result = gradients(roots, grads, inputs, keep_graph)
     for k, grad in zip(wanted, result[len(leaves) :]):
         sums[k] = sum_of(sums[k], grad)
@@ -86,33 +95,41 @@ def sum_of(total: Leaf, grad: Leaf) -> Leaf:
     return grad + total if grad.layout is torch.strided else total + grad
 
 
-def _refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
-    """Raise if the graph of a cell ends in a leaf that is not known.
+class _Whole:
+    """A hook that hears whole gradients only. It takes the place of the hook in the dict of the tensor."""
 
-    Raises:
-        RuntimeError: the gradient of that leaf would be lost, or arrive in parts where a hook listens.
-    """
-    for tensor in captured_by(roots, known):
-        raise refusal(tensor)
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, grad: Leaf) -> Any:
+        return None if _in_a_cell.get() else self._hook(grad)
+
+
+@contextmanager
+def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the hooks of ``tensors`` from hearing what this thread differentiates in a ``with`` block."""
+    for tensor in tensors:
+        hooks = gradient_hooks(tensor)
+        hooks.update({key: _Whole(hook) for key, hook in hooks.items() if not isinstance(hook, _Whole)})
+    token = _in_a_cell.set(True)
+    try:
+        yield
+    finally:
+        _in_a_cell.reset(token)
 
 
 def captured_by(roots: Sequence[Edge], known: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves that a graph ends in, but for phonies and what is known."""
     known_ids = set(map(id, known))
-    for node in _nodes(roots):
+    for node in nodes_below(roots):
         if type(node).__name__ == "AccumulateGrad" and node.variable.numel() and id(node.variable) not in known_ids:
             yield node.variable
 
 
-def _nodes(roots: Iterable[Edge]) -> Iterator[Any]:
-    """Yield all nodes of a graph."""
-    pending: list[Any] = list({root.node: None for root in roots})
-    seen = {None, *pending}
-    for node in pending:  # The list grows meanwhile.
-        yield node
-        following = [end for end, _ in node.next_functions if end not in seen]
-        seen.update(following)
-        pending += following
+def _refuse_captured(roots: Sequence[Edge], known: Sequence[Tensor]) -> None:
+    """Raise if the graph of a cell ends in a leaf that is not known, whose gradient would be lost."""
+    for tensor in captured_by(roots, known):
+        raise refusal(tensor)
 
 
 def refusal(tensor: Tensor) -> RuntimeError:

@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.graph.function import Function
-from torchgpipe.graph.hooks import refuse_none_behind
 from torchgpipe.graph.phony import get_phony
 
 __all__ = ["Fork", "Join", "fork", "join"]
@@ -46,7 +45,6 @@ class Fork(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_none_behind(ctx, grads[:-1])
         return grads[:-1]
 
 

@@ -2,12 +2,13 @@
 
 The public `torch.autograd.Function.apply`, `backward` and `grad` look for faults and function transforms that cannot
 occur here, which takes a fifth of the host time of a small cell. Function transforms are refused once for each call
-instead (`refuse_transforms`). A pass that adds to ``.grad`` is followed by `unshare`.
+instead (`refuse_transforms`). A pass that adds to ``.grad`` is run in `unshared`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ __all__ = [
     "mark_frozen",
     "nodes_behind",
     "refuse_transforms",
-    "unshare",
-    "without_gradient",
+    "unshared",
 ]
 
 #: Where a graph is entered: a node of autograd, and which of its outputs. It holds no tensor.
@@ -103,22 +103,17 @@ def gradients(roots: Sequence[Edge], grads: Sequence[Tensor], inputs: Sequence[T
     )
 
 
-def without_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that have no gradient yet."""
-    return [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
-
-
-def unshare(parameters: Iterable[Tensor]) -> None:
-    """Give first gradients memory of their own, so that adding to them in place changes no other tensor.
+@contextmanager
+def unshared(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Give first gradients that arrive in a ``with`` block memory of their own: nothing else changes with them.
 
     Autograd may make one tensor the gradient of a parameter and of an input, as views of the same memory. A plain
     backward pass has used the gradient of the input up before anything is added to ``.grad``. Here it may wait for
-    another cell, while the next micro-batch adds to ``.grad``.
-
-    Args:
-        parameters: those that had no gradient before a backward pass, see `without_gradient`
+    another cell, while the next micro-batch adds to ``.grad`` in place.
     """
-    for parameter in parameters:
+    fresh = [parameter for parameter in parameters if parameter.grad is None and parameter.requires_grad]
+    yield
+    for parameter in fresh:
         grad = parameter.grad
         if grad is not None and grad.layout is torch.strided and shares_memory(grad):
             parameter.grad = grad.clone()

@@ -51,7 +51,8 @@ class Partition(nn.Sequential):
 
     def follow(self, layers: Mapping[str, nn.Module], training: bool) -> None:
         """Show the layers that the owner has registered by now, and take over its training mode."""
-        self.training = training
+        if self.training != training:  # To assign an attribute of a module is slow.
+            self.training = training
         for name in self._modules:
             self._modules[name] = layers[name]
 

@@ -135,8 +135,8 @@ def joinable(
 
 def starts_in_place(layer: torch.nn.Module) -> bool:
     """Return whether the first layer says that it changes its input."""
-    while isinstance(layer, torch.nn.Sequential) and len(layer) > 0:
-        layer = layer[0]
+    while isinstance(layer, torch.nn.Sequential) and layer._modules:
+        (layer, *_) = layer._modules.values()  # Indexing a Sequential takes several times as long.
     return bool(getattr(layer, "inplace", False))
 
 

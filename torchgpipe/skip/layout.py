@@ -33,6 +33,7 @@ class SkipLayout:
     """
 
     def __init__(self, partitions: Sequence[Sequence[nn.Module]]) -> None:
+        partitions = [[module for module in modules if is_skippable(module)] for modules in partitions]
         sources = {key: j for j, modules in enumerate(partitions) for key in skips_of(modules, "stashable_names")}
         self.leaving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in partitions]
         self.arriving: list[list[tuple[SkipKey, int, int]]] = [[] for _ in partitions]

@@ -34,7 +34,6 @@ from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import is_shared
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.graph.function import Function, mark_frozen
-from torchgpipe.graph.hooks import refuse_none_behind
 from torchgpipe.listener.listener import Listener, recorded
 
 __all__ = ["Copy", "Route", "Wait", "copy", "copy_back", "copy_forward", "mark_ready", "release", "wait", "wait_back"]
@@ -198,7 +197,7 @@ class Wait(Function):
     @staticmethod
     def forward(ctx: Any, routes: Sequence[Route], i: int, *leaves: Leaf) -> Leaves:
         ctx.set_materialize_grads(False)
-        ctx.routes, ctx.i, ctx.are_tensors = routes, i, [leaf is not None for leaf in leaves]
+        ctx.routes, ctx.i = routes, i
         mark_ready(routes, i)
         outputs = tuple([None if leaf is None else leaf.detach() for leaf in leaves])
         mark_frozen(ctx, outputs, ctx.needs_input_grad[2:])
@@ -207,7 +206,6 @@ class Wait(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Any, ...]:
         wait_back(ctx.routes, ctx.i)
-        refuse_none_behind(ctx, [grad for grad, is_tensor in zip(grads, ctx.are_tensors) if is_tensor])
         return None, None, *grads
 
 

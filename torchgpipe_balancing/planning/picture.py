@@ -1,9 +1,9 @@
-"""Draw as SVG: a planned step, with the memory of each device over time; and the costs of layers, by partition."""
+"""Draw a planned step as SVG, with the memory of each device over time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
@@ -11,7 +11,7 @@ from torchgpipe.schedule.simulation import changes
 from torchgpipe_balancing.planning.candidates import PlanInput
 from torchgpipe_balancing.planning.problem import Outcome
 
-__all__ = ["draw", "draw_costs"]
+__all__ = ["draw"]
 
 #: The colours of what is held for backward, of what is there all the time, and of the limit.
 _HELD, _STATE, _LIMIT = "#cc79a7", "#909090", "#d55e00"
@@ -42,25 +42,6 @@ def draw(given: PlanInput, outcome: Outcome) -> str:
     if any(math.isfinite(device.memory) for device in given.devices):
         legend["limit"] = _LIMIT
     return draw_boxes(rows, simulation.seconds, _WIDTH, legend=legend, height=32)
-
-
-def draw_costs(partitions: Sequence[Sequence[tuple[str, float]]], shown: Callable[[float], str], title: str) -> str:
-    """Draw a row for each partition, and in it a box for each layer, as wide as the layer costs.
-
-    Args:
-        partitions: for each partition, the names and the costs of its layers
-        shown: writes a cost
-        title: a line above the picture
-    """
-    rows, most = [], 0.0
-    for j, layers in enumerate(partitions):
-        end, boxes = 0.0, []
-        for name, cost in layers:
-            boxes.append(Box(end, end + cost, name, f"{name}: {shown(cost)}", COLOURS["F"], INK["F"]))
-            end += cost
-        rows.append((f"partition {j}: {shown(end)}", boxes))
-        most = max(most, end)
-    return draw_boxes(rows, most, _WIDTH, title)
 
 
 def _memory(outcome: Outcome, k: int, limit: float) -> Iterator[Box]:

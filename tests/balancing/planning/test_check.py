@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from tests.balancing.planning.models import Residual, mlp, quick
 from torchgpipe_balancing.planning import check, measure, model_under_test
-from torchgpipe_balancing.planning.candidates import PlanInput, candidates
-from torchgpipe_balancing.planning.check import run_check
-from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.model_under_test import Config
-from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer
 
 
 class Block(nn.Module):
@@ -48,16 +44,6 @@ def test_layers_are_those_of_the_plan_whatever_schedule_has_won() -> None:
     replace(made, fitting=tuple(few)).check(Blocks(), steps=1)
 
 
-def test_a_check_keeps_the_random_numbers_of_the_caller() -> None:
-    model = mlp().append(nn.Dropout())
-    made = quick(model)
-    torch.manual_seed(0)
-    wanted = torch.rand(1)
-    torch.manual_seed(0)
-    made.check(model, steps=1)
-    assert torch.rand(1) == wanted
-
-
 @pytest.mark.parametrize("make", [mlp, Residual])
 def test_copies_are_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[Any]] = []
@@ -79,32 +65,6 @@ def test_copies_are_released(make: Any, monkeypatch: pytest.MonkeyPatch) -> None
         assert not [one for one in copies if one() is not None]
     finally:
         gc.enable()
-
-
-def test_each_accelerator_is_beside_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stub:
-        """Stands for a model under test, and for accelerators that hold as many bytes as their index."""
-
-        def pipeline(self, way: Config) -> Any:
-            return nn.Identity(), lambda rows: None
-
-        def max_memory_allocated(self, device: torch.device) -> int:
-            return device.index
-
-    monkeypatch.setattr(check, "device_module", lambda device: Stub())
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(measure, "synchronize", lambda devices: None)
-    names = ["cuda:10", "cuda:2"]
-    took = Layer(1.0, 2.0, 1.0, 1.0)
-    layers = tuple(LayerCosts((name,), 0, 0, 0, (took,)) for name in "ab")
-    costs = Costs(layers, (1,), (CellCosts(),), 0.0, 0.0, "", "")
-    question = PlanInput(costs, tuple(map(Device, names)), batch=4, states=1.0, schedules=("1F1B",), chunks=(2,))
-    one = replace(candidates(question)[0], memory=(10.0, 2.0))
-
-    found = run_check(Stub(), question, one, 1)  # type: ignore[arg-type]
-
-    assert found.devices == ("cuda:10", "cuda:2")
-    assert found.measured_bytes == found.predicted_bytes
 
 
 def test_the_quickest_that_ran_comes_first_and_what_ran_out_of_memory_is_left_out(

@@ -52,11 +52,6 @@ def test_micro_batches_share_what_the_first_backward_takes_longer() -> None:
     assert (layer.backward, layer.weights, layer.inputs) == (12.0, 12.0, 10.0)
 
 
-def test_only_what_is_trained_has_gradients_and_states() -> None:
-    (layer,) = costs((4,), sample(0.0)).layers_at(4, m=1, states=3.0)
-    assert layer.state == 100 + 3 * 60 + 7
-
-
 @pytest.mark.parametrize("memory", [None, [5000.0, 5000.0]], ids=["no limit", "limits"])
 def test_a_loaded_plan_is_the_saved_one(tmp_path: Path, memory: list[float] | None) -> None:
     model = mlp()

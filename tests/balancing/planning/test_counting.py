@@ -36,30 +36,6 @@ def test_a_linear_layer_and_a_relu() -> None:
     ]
 
 
-def test_convolutions() -> None:
-    """A convolution keeps its input; a batch norm its input and two numbers a channel; a pool its input and indices."""
-    layers = [
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Sequential(nn.Flatten(), nn.Linear(4 * 16, 5)),
-    ]
-    image = ROWS * 4 * 64 * 4
-    pooled = image // 4
-    found = bytes_of(nn.Sequential(*layers), torch.randn(2, 3, 8, 8))
-    assert [one.kept for one in found] == [
-        0,  # The mini-batch is the caller's.
-        image + 2 * 4 * 4,
-        image,
-        2 * pooled,  # Indices take 8 bytes an element; ReLU keeps the input of the pool.
-        pooled,
-    ]
-    assert [one.again for one in found] == [0, 0, 0, image, 0]
-    assert [one.crossing for one in found] == [image, image, image, pooled, 0]
-    assert [one.waiting for one in found] == [image, image, 0, 0, ROWS * 5 * 4]
-
-
 def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
     """Each partition has a copy of its own of a skip that several layers keep."""
 

@@ -47,18 +47,14 @@ def test_a_plan_for_a_gpu(make: Any, devices: list[str]) -> None:
 
     assert allocated() == before
     assert plan.seconds > 0 and check.seconds > 0
-    assert len(check.predicted_bytes) == len({*devices} - {"cpu"})
+    assert (plan.input.costs.latency > 0) == (len(devices) > 1)
+    assert plan.input.devices[devices.index(GPU)].memory > 2**28
+    assert check.devices == tuple(device for device in devices if device != "cpu")
     for predicted, measured in zip(check.predicted_bytes, check.measured_bytes, strict=True):
         # Workspaces of libraries are not planned for: 33 MiB for each thread and stream that multiplied matrices.
         assert 0 < measured - before < 2 * predicted + 2**27
     model = plan.apply(model, loss_fn=lambda output, _: output.float().mean())
     assert model.step(torch.randn(BATCH, WIDTH)).isfinite()
-
-
-def test_a_transfer_takes_time() -> None:
-    plan = torchgpipe.plan(wide(6, WIDTH), torch.randn(8, WIDTH), batch=BATCH, devices=[GPU, "cpu"], **OPTIONS)
-    assert plan.input.costs.latency > 0
-    assert plan.input.devices[0].memory > 2**28
 
 
 def test_memory_runs_out_while_a_model_is_measured() -> None:

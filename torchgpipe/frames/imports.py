@@ -12,20 +12,20 @@ that.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from bisect import bisect_right
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Cell
-from torchgpipe.devices.torch_internals import versions
-from torchgpipe.frames.columns import Shared
-from torchgpipe.frames.frame import Frame
+from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, versions
+from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.transport.route import copy_forward, mark_ready
 
-__all__ = ["Crossing"]
+__all__ = ["Imports"]
 
 
 class _Import(NamedTuple):
@@ -42,73 +42,89 @@ class _Import(NamedTuple):
         return versions([self.result]) != [self.version]
 
 
-class Crossing:
+class Imports:
     """The imports of one frame.
 
     Args:
-        frame: the frame
+        i: the micro-batch
         cells: the cells of the frame, by column; empty if there is no backward
-        shared: what all frames share
+        columns: the columns, and what all frames share
+
+    Attributes:
+        i: the micro-batch
+        column: the column that the frame is in
+        are_needed: whether any tensor can need an import or a copy
     """
 
-    def __init__(self, frame: Frame, cells: list[Cell], shared: Shared) -> None:
-        self._frame = frame
-        self._cells = cells
-        self._columns = shared.columns
-        self._aliases = shared.aliases
-        self._crossed = None if frame.i else shared.crossed
+    def __init__(self, i: int, cells: list[Cell], columns: Columns) -> None:
+        self.i, self.column = i, 0
+        self._cells, self._columns, self._aliases = cells, columns, columns.aliases
+        self._copies = columns.copies
+        is_offloaded = isinstance(columns.aliases, OffloadedAliases)
+        self.are_needed = len(columns) > 1 and (bool(cells) or self._copies or is_offloaded)
         #: By the id of a tensor, and whether a graph was recorded.
         self._imports: dict[tuple[int, bool], _Import] = {}
-        self._copies = shared.columns.copies
+        #: The columns that were entered, and for each, the sequence number of the first autograd node made there.
+        self._entered: list[int] = []
+        self._starts: list[int] = []
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether any tensor can need an import or a copy. If False, run the model without the mode."""
-        return bool(self._cells) or self._copies or isinstance(self._aliases, OffloadedAliases)
+    def enter(self, column: int) -> None:
+        """Begin a column; called in the frame's own thread."""
+        self.column = column
+        self._entered.append(column)
+        self._starts.append(next_sequence_number())
+
+    def span(self, column: int) -> tuple[int, int]:
+        """Return the numbers of the autograd nodes made in a column: the first, and the one behind the last.
+
+        Called in the frame's own thread, when the model's forward has returned.
+        """
+        if column not in self._entered:
+            return 0, 0
+        starts = [*self._starts, next_sequence_number()]
+        k = self._entered.index(column)
+        return starts[k], starts[k + 1]
+
+    def _home(self, node: Any) -> int:
+        """Return the column in which a node of autograd was made."""
+        number = sequence_number(node)
+        if number >= self._starts[-1]:
+            return self.column
+        return self._entered[max(0, bisect_right(self._starts, number) - 1)]
 
     def mark_made(self, tensor: Tensor) -> None:
         """Mark what the model has made on the device of an earlier column as ready: its copy must wait for that."""
-        if self._copies and tensor.device != self._columns.devices[self._frame.column]:
-            source = self._columns.column_of(tensor.device, self._frame.column)
+        if self._copies and tensor.device != self._columns.devices[self.column]:
+            source = self._columns.on_device(tensor.device, self.column)
             if source is not None:
-                mark_ready(self._columns.leaving(source), self._frame.i)
+                mark_ready(self._columns[source].leaving, self.i)
 
     def forget(self) -> None:
         """Forget the imports of the last column, but for those that were changed in place."""
         self._imports = {key: known for key, known in self._imports.items() if known.is_changed}
 
     def end(self) -> None:
-        """Forget all: later frames may run in settings that hold this object."""
-        self._imports = {}
+        """Forget all, with the cells."""
+        self._imports, self._cells = {}, []
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """Return what stands for ``tensor`` in the current column."""
-        aliases, column = self._aliases, self._frame.column
-        if not isinstance(aliases, OffloadedAliases):
-            return self._import(tensor)
-        alias = aliases.at(tensor, column)
-        if alias is None:
-            alias = self._import(tensor)
-            aliases.verify_present(alias, column, "the model")
-        return alias
-
-    def _import(self, tensor: Tensor) -> Tensor:
-        frame = self._frame
         # What needs no gradient has one copy, whether a graph is recorded or not.
-        column, records = frame.column, tensor.requires_grad and torch.is_grad_enabled()
+        column, records = self.column, tensor.requires_grad and torch.is_grad_enabled()
         key = (id(tensor), records)
         known = self._imports.get(key)
         if known is not None:
             if known.is_changed:
-                return self._import(known.result)
+                return self.import_tensor(known.result)
             if known.column == column:
                 return known.result
-        home = column
-        if tensor.requires_grad:
-            node = tensor.grad_fn
-            if node is None:
-                return self._import_leaf(tensor)
-            home = frame.home(node)
+        node = tensor.grad_fn
+        if node is None:
+            alias = self._aliases.at(tensor, column)
+            if alias is not None:
+                return alias
+        # A leaf may require grad: the model keeps it, or a library wants it of what a frozen layer returns.
+        home = column if node is None else self._home(node)
         if home == column or (records and not self._cells):
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
             result = self._on_this_device(tensor)
@@ -117,37 +133,31 @@ class Crossing:
             if records:
                 export = self._cells[home].export(tensor)
                 result = self._cells[column].import_(result, (self._columns.route(home, column), export))
-                if self._crossed is not None:
-                    boundary = self._columns.members[home][-1], self._columns.members[column][0]
-                    self._crossed.append(Crossed(*boundary, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+                if self.i == 0:
+                    ends = self._columns.members[home][-1], self._columns.members[column][0]
+                    self._columns.crossed.append(Crossed(*ends, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+        self._aliases.verify_present(result, column, "the model")
         if result is not tensor:
             self._imports[key] = _Import(tensor, column, result, versions([result])[0])
         return result
 
     def _copied(self, tensor: Tensor, source: int) -> Tensor:
         """Return a tensor of an earlier column in this one: a copy, if there is a route."""
-        route = self._columns.route(source, self._frame.column)
+        route = self._columns.route(source, self.column)
         if route is None:
             return tensor
-        copy = copy_forward(route, self._frame.i, (tensor,))[0]
+        copy = copy_forward(route, self.i, (tensor,))[0]
         assert copy is not None
         return copy
-
-    def _import_leaf(self, tensor: Tensor) -> Tensor:
-        alias = self._aliases.at(tensor, self._frame.column)
-        if alias is not None:
-            return alias
-        # A tensor that the model keeps, or the output of a frozen layer that a library lets require grad.
-        return self._on_this_device(tensor)
 
     def _on_this_device(self, tensor: Tensor) -> Tensor:
         if not self._copies:
             return tensor
-        columns, column = self._columns, self._frame.column
+        columns, column = self._columns, self.column
         device = columns.streams.device_of(tensor)
         if device is None or not columns.streams.moves(device, columns.devices[column]):
             return tensor
-        source = columns.column_of(device, column)
+        source = columns.on_device(device, column)
         if source is None:
             return tensor  # Not of this pipeline: the plain model would meet the same device.
         if tensor.requires_grad:  # A leaf, or made in this column, on a device that the model has remembered.
