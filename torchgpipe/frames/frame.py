@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import without_function_mode
+from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, this_thread, visiting
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, begins_at_an_import, on_device
@@ -53,6 +54,7 @@ class Frame(TorchFunctionMode):
         threads: where frames run; None if they run in the thread that asks
         columns: the columns, and what all frames share
         cells: the cells of the frame, by column; empty if there is no backward
+        carried: what the frame takes over from the one before, if they are chunks of one sequence
 
     Attributes:
         i: the micro-batch
@@ -70,12 +72,14 @@ class Frame(TorchFunctionMode):
         threads: Threads | None,
         columns: Columns,
         cells: list[Cell],
+        carried: Carried | None = None,
     ) -> None:
         super().__init__()
         self.i, self.owner, self.module = i, columns.owner, ""
         self.imports = Imports(i, cells, columns)
         self.rest: FrameRest | None = None
         self._begin, self._ambient, self._columns = begin, ambient, columns
+        self._cells, self._carried = cells, carried
         # The first one waits for no other: for a file, perhaps.
         patience = columns.patience if i else None
         self._coroutine = None if threads is None else Coroutine(threads, f"micro-batch {i}", patience)
@@ -118,13 +122,15 @@ class Frame(TorchFunctionMode):
         try:
             # A model that differentiates makes nodes, which have numbers of this thread only if it is this thread.
             with own_locks(), torch.autograd.set_multithreading_enabled(False):
-                self.imports.enter(0)
+                self._enter(0)
                 self._begin(self)
+                self._leave()
             failed = False
         finally:
             self.end_work(failed=failed)
             # Later frames may run in settings that hold this object, and modules that run again what has rested.
             self.imports.end()
+            self._cells, self._carried = [], None
             if self.rest is not None:
                 self.rest.end()
                 self.rest = None
@@ -174,11 +180,21 @@ class Frame(TorchFunctionMode):
             )
         assert self._coroutine is not None
         self.imports.forget()
+        self._leave()
         self.end_work(failed=False)
         self._wanted = column
         self._coroutine.pause()
-        self.imports.enter(column)
+        self._enter(column)
         self._current_stream.enter_context(self._columns[column].stream.use())
+
+    def _enter(self, column: int) -> None:
+        self.imports.enter(column)
+        if self._carried is not None:
+            self._carried.enter(self.i, column, self._cells[column] if self._cells else None)
+
+    def _leave(self) -> None:
+        if self._carried is not None:
+            self._carried.leave(self.i, self.column, self._cells[self.column] if self._cells else None)
 
     # ----------------------------------------------------------------------------------------------------- at its doors
 

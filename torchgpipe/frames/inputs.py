@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import CarriedCache, MicroBatches
 from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
@@ -352,6 +352,11 @@ class SplitBatch:
     def named(self) -> list[dict[str, Any]]:
         """The arguments of each micro-batch by their names."""
         return [self.splitter.names(part) for part in self.parts]
+
+    @property
+    def carried(self) -> CarriedCache | None:
+        """What the micro-batches hand on, if they are chunks of one sequence."""
+        return None if self.window is None else self.window.carried
 
     @property
     def whole(self) -> SplitBatch:

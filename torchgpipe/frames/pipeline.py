@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torchgpipe.cell.cell import Export
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
+from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed, own_call
+from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door, visiting
 from torchgpipe.frames.glue import explain_compiler
@@ -178,7 +179,11 @@ class Pipeline:
                 share = torch.full_like(value, weight)
                 export(value).add(share if scaler is None else scaler.scale(share))
 
-        actions = program_of(settings.schedule, len(batch.sizes), places_of(settings.devices))
+        actions = (
+            program_of(settings.schedule, len(batch.sizes), places_of(settings.devices))
+            if batch.carried is None
+            else self._in_two_halves(len(batch.sizes))  # A chunk has its gradient when all later ones have given theirs.
+        )
 
         def work() -> Any:
             with aliases.installed():
@@ -187,6 +192,8 @@ class Pipeline:
                 )
                 mini_batch.run()
                 result = loss.result()
+                if batch.carried is not None and settings.loss_fn is None:
+                    self._verify_shifted(result)
                 self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
@@ -343,7 +350,15 @@ class Pipeline:
             backward=backward,
             verified=self._to_verify(inputs[0], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
+            carried=self._carried(batch),
         )
+
+    def _carried(self, batch: SplitBatch) -> Carried | None:
+        """Return what the micro-batches hand on, if they are chunks of one sequence."""
+        if batch.carried is None:
+            return None
+        doors = [own_call(child) for ref, _, _ in self._doors if (child := ref()) is not None]
+        return Carried(batch.carried, [(door.column, door.layers) for door in doors if isinstance(door, Door)])
 
     def _to_verify(self, part: Arguments, modes: Any, *, backward: bool) -> Callable[[], None] | None:
         """Return what notes that such a mini-batch is verified; None if one was before."""
@@ -379,6 +394,11 @@ class Pipeline:
         """Refuse what micro-batches that are under way at once would mix up."""
         refuse_transforms()
         parts = batch.given or [batch.arguments]
+        if batch.carried is not None and torch.is_grad_enabled() and self._recomputes():
+            raise ValueError(
+                "chunks of a sequence cannot run again at backward, when the cache has later chunks; leave checkpoint= "
+                "and gradient checkpointing out, or train on the whole sequence"
+            )
         adapters = any([part.kwargs.get("adapter_names") is not None for part in parts])
         if adapters and len(self.settings.devices) > 1:
             raise ValueError(
@@ -395,6 +415,17 @@ class Pipeline:
                 "torch.utils.checkpoint is around a pipelined model, whose micro-batches save tensors in an order of "
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
+
+    def _verify_shifted(self, loss: Tensor) -> None:
+        """Check once that the model's loss follows labels that were shifted before: it has no others."""
+        if "shifted" not in self._verified:
+            if not loss.isfinite() or not loss:
+                raise ValueError(
+                    f"the loss of a sequence is {float(loss)}: it has no label, or the model's own loss does not take "
+                    "shift_labels, as ForCausalLMLoss of transformers does; leave labels out, give pipelined loss_fn=, "
+                    "and the step a target of MicroBatches with the following labels of each chunk"
+                )
+            self._verified.add("shifted")
 
     def _stays_whole(self, batch: SplitBatch) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""

@@ -189,6 +189,8 @@ def _pipelined(
 ) -> M:
     verify_module(module)
     window = sample if isinstance(sample, MicroBatches) else None
+    if window is not None:
+        window.verify_apart("the sample of pipelined")
     if chunks is None and window is None:
         raise TypeError(
             "pipelined needs chunks=, the number of micro-batches that a mini-batch is split into; or give the sample "

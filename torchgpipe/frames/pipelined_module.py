@@ -143,6 +143,8 @@ class _Pipelined(nn.Module):
         """
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
+        if batch.window is not None:
+            batch.window.verify_apart("verify")
         with_loss = target is not None and runs.settings.loss_fn is not None
         return FramesProof(runs, batch, target, with_loss=with_loss).verify()
 

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from itertools import accumulate
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-__all__ = ["MicroBatches", "to_floats"]
+__all__ = ["CarriedCache", "MicroBatches", "to_floats"]
+
+#: What has a token of the sequence in each place of dimension 1, as transformers names it.
+_OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels")
+
+#: The layers of caches that make new tensors of the old ones, so that autograd can follow. Others write in place, or
+#: round.
+_GROWING = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+
+#: The label that transformers leaves out of a loss.
+_IGNORED = -100
+
+
+class CarriedCache(NamedTuple):
+    """The keys and values that the chunks of one sequence hand on.
+
+    Attributes:
+        cache: an empty cache
+        ends: for each chunk, the number of tokens up to its end
+    """
+
+    cache: Any
+    ends: Sequence[int]
 
 
 class MicroBatches(Sequence[Any]):
@@ -41,6 +65,7 @@ class MicroBatches(Sequence[Any]):
                 "MicroBatches([batch_1, batch_2, ...]), or let chunks= split the mini-batch"
             )
         self.batches = tuple(batches)
+        self.carried: CarriedCache | None = None
         if not self.batches:
             raise ValueError("MicroBatches needs one batch or more, but got none")
         if any([isinstance(batch, MicroBatches) for batch in self.batches]):
@@ -51,6 +76,77 @@ class MicroBatches(Sequence[Any]):
                 raise ValueError(f"MicroBatches has {len(self.batches)} batches, but {len(self.weights)} weights")
             if not all([0 <= weight < math.inf for weight in self.weights]) or not sum(self.weights):
                 raise ValueError(f"weights must be 0 or more, and not all 0, but are {self.weights}")
+
+    @classmethod
+    def of_sequence(cls, batch: Mapping[str, Any], chunks: int | Sequence[int], cache: Any) -> MicroBatches:
+        """Cut causal sequences along their length into chunks, which hand on their keys and values in a cache. ::
+
+            window = MicroBatches.of_sequence({"input_ids": ids, "labels": ids}, 8, DynamicCache(config=model.config))
+            loss = model.step(window)
+
+        So one sequence keeps several devices busy. It is for a model of transformers that :func:`pipelined` has made of
+        an ordinary sample, and whose loss compares with the next labels. Labels are shifted across the borders.
+
+        Args:
+            batch: the arguments of the model: ``input_ids`` or ``inputs_embeds``, ``labels``, and what else has a token
+                in each place of dimension 1, or is an ``attention_mask`` of two dimensions
+            chunks: the number of chunks, of nearly the same length, or the length of each. As attention looks back,
+                later chunks take longer, so let the first ones be longer
+            cache: an empty ``DynamicCache(config=model.config)``
+
+        Raises:
+            TypeError: the cache cannot be differentiated, or a tensor has no known place in the sequence.
+            ValueError: the lengths do not fit.
+        """
+        layers = getattr(cache, "layers", None) or [None]
+        kinds = {type(layer).__name__ for layer in layers}
+        if not kinds <= _GROWING or getattr(cache, "offloading", False):
+            raise TypeError(
+                "of_sequence takes a cache that can be differentiated, DynamicCache(config=model.config) with layers of "
+                f"{sorted(_GROWING)}, but got {type(cache).__name__} with {sorted(kinds)}"
+            )
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        unknown = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in _OF_TOKENS}
+        mask = unknown.pop("attention_mask", ())
+        sizes = {tensor.size(1) if tensor.dim() > 1 else 0 for name, tensor in tensors.items() if name not in unknown}
+        if unknown or len(mask) not in (0, 2) or len(sizes) != 1:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            raise TypeError(
+                f"of_sequence cuts {', '.join(_OF_TOKENS)} and an attention_mask of two dimensions along dimension 1, "
+                f"which must have one size, but got {shapes}"
+            )
+        (length,) = sizes
+        if isinstance(chunks, int):
+            chunks = [length // chunks + (k < length % chunks) for k in range(chunks)] if chunks > 0 else []
+        ends = [*accumulate(chunks)]
+        if not ends or min(chunks) < 1 or ends[-1] != length:
+            raise ValueError(f"the chunks have the lengths {[*chunks]}, but the sequence has {length} tokens")
+        whole = {**batch, "past_key_values": cache, "use_cache": False}
+        if "labels" in tensors:
+            following = pad(tensors["labels"], (0, 1), value=_IGNORED)[:, 1:]
+            # A model that does not look at these has no labels at all: its loss is not a number, or 0, and not wrong.
+            whole["labels"] = tensors["labels"] = torch.full_like(following, _IGNORED)
+            tensors["shift_labels"] = following
+            whole.setdefault("num_items_in_batch", int((following != _IGNORED).sum()))
+        parts = []
+        for begin, end in zip([0, *ends], ends):
+            cut = {name: tensor[:, 0 if name == "attention_mask" else begin : end] for name, tensor in tensors.items()}
+            parts.append({**whole, **{name: tensor.contiguous() for name, tensor in cut.items()}})
+        window = cls(parts)
+        window.carried = CarriedCache(cache, ends)
+        return window
+
+    def verify_apart(self, where: str) -> None:
+        """Raise an error if the batches are chunks of one sequence, and ``where`` takes no such.
+
+        Raises:
+            TypeError: they are.
+        """
+        if self.carried is not None:
+            raise TypeError(
+                f"{where} cannot take MicroBatches.of_sequence, whose chunks depend on each other: give the sample as "
+                "an ordinary batch, and chunks to the call or the step of a model that torchgpipe.pipelined has made"
+            )
 
     @overload
     def __getitem__(self, index: int) -> Any: ...

@@ -228,7 +228,10 @@ def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[B
         TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type.
         ValueError: arguments have different numbers of micro-batches.
     """
-    counts = [len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)]
+    windows = [leaf for leaf in leaves if isinstance(leaf, MicroBatches)]
+    for window in windows:
+        window.verify_apart("GPipe")
+    counts = [*map(len, windows)]
     if len(set(counts)) > 1:
         raise ValueError(f"the arguments have different numbers of MicroBatches: {counts}; give as many in each")
     if not all([leaf is None or isinstance(leaf, (MicroBatches, NoChunk)) for leaf in leaves]):
