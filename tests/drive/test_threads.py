@@ -25,6 +25,10 @@ from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
 from tests.random_pipelines import MODES
 from torchgpipe import GPipe, is_checkpointing, is_recomputing
+from torchgpipe.devices.stream import Streams
+from torchgpipe.drive.workers import Task, run_in_workers
+from torchgpipe.frames.threads import Coroutine, Threads
+from torchgpipe.replay.ambient import Ambient
 
 TIMEOUT = 60
 
@@ -170,6 +174,32 @@ def test_workers_of_the_cpu_share_its_cores() -> None:
         assert seen == [5, 5]
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", ["worker", "frame"])
+def test_the_first_product_of_a_thread_rounds_as_the_callers(kind: str) -> None:
+    """PyTorch sets a thread's number of threads when the thread first asks for it, and a product of MKL does not ask.
+
+    After `set_num_threads(1)`, as in all tests here, the first product of a new thread ran on all cores. In a pipelined
+    GPT-2, whose backward begins with a product, gradients differed from the plain model's in the last bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = [torch.randn(rows, 64, dtype=torch.float64, generator=generator) for rows in (10, 16)]
+    products: list[Tensor] = []
+
+    def multiply(number: int = 0) -> None:
+        products.append(a @ b.t())
+
+    multiply()
+    if kind == "worker":
+        streams = [Streams().current(torch.device("cpu", k)) for k in range(2)]
+        run_in_workers([Task(stream, []) for stream in streams], multiply, Ambient())
+    else:
+        threads = Threads()
+        Coroutine(threads, "a frame", None).resume(multiply)
+        threads.close()
+    assert all(torch.equal(product, products[0]) for product in products[1:])
+    assert len(products) > 1
 
 
 # ------------------------------------------------------------------------------------------ beside each other

@@ -164,6 +164,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
         torch.autocast_increment_nesting()
+        torch.get_num_threads()  # Until a thread asks, its products use all cores, and may round differently.
         while (taken := self.taken.get()) is not None:
             coroutine, function = taken
             coroutine.serve(function)
