@@ -11,7 +11,7 @@ from typing import Literal, assert_type
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, pipelined
+from torchgpipe import GPipe, MicroBatches, pipelined
 from torchgpipe.distributed import DistributedGPipe
 from torchgpipe.pipe import Pipe
 from torchgpipe.skip import Namespace, Skippable, skippable, stash
@@ -52,4 +52,4 @@ def settings(module: nn.Sequential, profile: Profile) -> None:
 def any_model(module: nn.Transformer, sample: Tensor) -> None:
     assert_type(pipelined(module, (sample,), chunks=4), nn.Transformer)
     pipelined(module, (sample,), chunks=4, schedule="1F2B")  # type: ignore[arg-type]
-    pipelined(module, (sample,))  # type: ignore[call-arg]
+    assert_type(pipelined(module, MicroBatches([(sample,)])), nn.Transformer)

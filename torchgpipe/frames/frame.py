@@ -124,12 +124,14 @@ class Frame(TorchFunctionMode):
             with own_locks(), torch.autograd.set_multithreading_enabled(False):
                 self._enter(0)
                 self._begin(self)
-                self._leave()
+                self._leave(ends=True)
             failed = False
         finally:
             self.end_work(failed=failed)
             # Later frames may run in settings that hold this object, and modules that run again what has rested.
             self.imports.end()
+            if self._carried is not None:
+                self._carried.forget(self.i)
             self._cells, self._carried = [], None
             if self.rest is not None:
                 self.rest.end()
@@ -192,9 +194,9 @@ class Frame(TorchFunctionMode):
         if self._carried is not None:
             self._carried.enter(self.i, column, self._cells[column] if self._cells else None)
 
-    def _leave(self) -> None:
+    def _leave(self, *, ends: bool = False) -> None:
         if self._carried is not None:
-            self._carried.leave(self.i, self.column, self._cells[self.column] if self._cells else None)
+            self._carried.leave(self.i, self.column, self._cells[self.column] if self._cells else None, ends=ends)
 
     # ----------------------------------------------------------------------------------------------------- at its doors
 

@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.model.given import CarriedCache, MicroBatches
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
+from torchgpipe.model.sequence import CarriedCache
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
 __all__ = [

@@ -179,11 +179,11 @@ class Pipeline:
                 share = torch.full_like(value, weight)
                 export(value).add(share if scaler is None else scaler.scale(share))
 
-        actions = (
-            program_of(settings.schedule, len(batch.sizes), places_of(settings.devices))
-            if batch.carried is None
-            else self._in_two_halves(len(batch.sizes))  # A chunk has its gradient when all later ones have given theirs.
-        )
+        m = len(batch.sizes)
+        if batch.carried is None:
+            actions = program_of(settings.schedule, m, places_of(settings.devices))
+        else:
+            actions = self._in_two_halves(m)  # Keys get gradients from all later chunks, so these come first.
 
         def work() -> Any:
             with aliases.installed():

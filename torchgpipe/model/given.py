@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-__all__ = ["CarriedCache", "MicroBatches", "to_floats"]
+from torchgpipe.model.sequence import CarriedCache, cut_sequence
 
-#: What has a token of the sequence in each place of dimension 1, as transformers names it.
-_OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels")
-
-#: The layers of caches that make new tensors of the old ones, so that autograd can follow. Others write in place, or
-#: round.
-_GROWING = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-
-#: The label that transformers leaves out of a loss.
-_IGNORED = -100
-
-
-class CarriedCache(NamedTuple):
-    """The keys and values that the chunks of one sequence hand on.
-
-    Attributes:
-        cache: an empty cache
-        ends: for each chunk, the number of tokens up to its end
-    """
-
-    cache: Any
-    ends: Sequence[int]
+__all__ = ["MicroBatches", "to_floats", "verify_independent"]
 
 
 class MicroBatches(Sequence[Any]):
@@ -98,55 +76,10 @@ class MicroBatches(Sequence[Any]):
             TypeError: the cache cannot be differentiated, or a tensor has no known place in the sequence.
             ValueError: the lengths do not fit.
         """
-        layers = getattr(cache, "layers", None) or [None]
-        kinds = {type(layer).__name__ for layer in layers}
-        if not kinds <= _GROWING or getattr(cache, "offloading", False):
-            raise TypeError(
-                "of_sequence takes a cache that can be differentiated, DynamicCache(config=model.config) with layers of "
-                f"{sorted(_GROWING)}, but got {type(cache).__name__} with {sorted(kinds)}"
-            )
-        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-        unknown = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in _OF_TOKENS}
-        mask = unknown.pop("attention_mask", ())
-        sizes = {tensor.size(1) if tensor.dim() > 1 else 0 for name, tensor in tensors.items() if name not in unknown}
-        if unknown or len(mask) not in (0, 2) or len(sizes) != 1:
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            raise TypeError(
-                f"of_sequence cuts {', '.join(_OF_TOKENS)} and an attention_mask of two dimensions along dimension 1, "
-                f"which must have one size, but got {shapes}"
-            )
-        (length,) = sizes
-        if isinstance(chunks, int):
-            chunks = [length // chunks + (k < length % chunks) for k in range(chunks)] if chunks > 0 else []
-        ends = [*accumulate(chunks)]
-        if not ends or min(chunks) < 1 or ends[-1] != length:
-            raise ValueError(f"the chunks have the lengths {[*chunks]}, but the sequence has {length} tokens")
-        whole = {**batch, "past_key_values": cache, "use_cache": False}
-        if "labels" in tensors:
-            following = pad(tensors["labels"], (0, 1), value=_IGNORED)[:, 1:]
-            # A model that does not look at these has no labels at all: its loss is not a number, or 0, and not wrong.
-            whole["labels"] = tensors["labels"] = torch.full_like(following, _IGNORED)
-            tensors["shift_labels"] = following
-            whole.setdefault("num_items_in_batch", int((following != _IGNORED).sum()))
-        parts = []
-        for begin, end in zip([0, *ends], ends):
-            cut = {name: tensor[:, 0 if name == "attention_mask" else begin : end] for name, tensor in tensors.items()}
-            parts.append({**whole, **{name: tensor.contiguous() for name, tensor in cut.items()}})
+        parts, carried = cut_sequence(batch, chunks, cache)
         window = cls(parts)
-        window.carried = CarriedCache(cache, ends)
+        window.carried = carried
         return window
-
-    def verify_apart(self, where: str) -> None:
-        """Raise an error if the batches are chunks of one sequence, and ``where`` takes no such.
-
-        Raises:
-            TypeError: they are.
-        """
-        if self.carried is not None:
-            raise TypeError(
-                f"{where} cannot take MicroBatches.of_sequence, whose chunks depend on each other: give the sample as "
-                "an ordinary batch, and chunks to the call or the step of a model that torchgpipe.pipelined has made"
-            )
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -165,6 +98,19 @@ class MicroBatches(Sequence[Any]):
 
     def __repr__(self) -> str:
         return f"MicroBatches of {len(self)} batches"
+
+
+def verify_independent(window: MicroBatches | None, where: str) -> None:
+    """Raise an error if micro-batches are chunks of one sequence, and ``where`` takes no such.
+
+    Raises:
+        TypeError: they are.
+    """
+    if window is not None and window.carried is not None:
+        raise TypeError(
+            f"{where} cannot take MicroBatches.of_sequence, whose chunks depend on each other; give them to a call or "
+            "a step of a model that torchgpipe.pipelined has made of an ordinary sample"
+        )
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, verify_independent
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -230,7 +230,7 @@ def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[B
     """
     windows = [leaf for leaf in leaves if isinstance(leaf, MicroBatches)]
     for window in windows:
-        window.verify_apart("GPipe")
+        verify_independent(window, "GPipe")
     counts = [*map(len, windows)]
     if len(set(counts)) > 1:
         raise ValueError(f"the arguments have different numbers of MicroBatches: {counts}; give as many in each")
