@@ -152,7 +152,7 @@ class _Crew:
                     return
                 if share is not None and worker.stream.device.type == "cpu":
                     torch.set_num_threads(share)
-                torch.get_num_threads()  # Until a thread asks, its products use all cores, and may round differently.
+                torch.get_num_threads()  # As in `Threads`: a matrix product may be the first thing here, too.
                 ambient.run(self._serve_tasks, worker)
             except BaseException as error:  # Other workers wait for the tasks of this one, so they must be told.
                 self._fail(-1, error)

@@ -162,9 +162,11 @@ class _Thread(threading.Thread):
         self.taken: SimpleQueue[tuple[Coroutine, Callable[[], None]] | None] = SimpleQueue()
 
     def run(self) -> None:
+        # PyTorch tells OpenMP how many threads to use in this thread when it first needs to know, and a matrix product
+        # does not ask: as the first operation, it would take all cores, and round otherwise than in other threads.
+        torch.get_num_threads()
         # Autocast clears its casts, which all threads share, where its outermost block ends. The caller's is outside.
         torch.autocast_increment_nesting()
-        torch.get_num_threads()  # Until a thread asks, its products use all cores, and may round differently.
         while (taken := self.taken.get()) is not None:
             coroutine, function = taken
             coroutine.serve(function)
