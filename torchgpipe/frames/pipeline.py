@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import weakref
@@ -26,7 +27,7 @@ from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.numbers import joiner
 from torchgpipe.frames.outer import Exported
-from torchgpipe.frames.outputs import join
+from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece
 from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
@@ -148,6 +149,8 @@ class Pipeline:
         self._has_trained |= backward
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
+        if batch.carried is not None:
+            self._verify_shifted([loss for output in outputs if (loss := own_loss(output)) is not None])
         if numbers is None:
             return outputs if batch.window is not None else outputs[0]
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
@@ -193,7 +196,7 @@ class Pipeline:
                 mini_batch.run()
                 result = loss.result()
                 if batch.carried is not None and settings.loss_fn is None:
-                    self._verify_shifted(result)
+                    self._verify_shifted([result])
                 self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
@@ -416,12 +419,13 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _verify_shifted(self, loss: Tensor) -> None:
+    def _verify_shifted(self, losses: list[Tensor]) -> None:
         """Check once that the model's loss follows labels that were shifted before: it has no others."""
-        if "shifted" not in self._verified:
-            if not loss.isfinite() or not loss:
+        if losses and "shifted" not in self._verified:
+            total = sum([float(loss.detach()) for loss in losses])
+            if not total or not math.isfinite(total):
                 raise ValueError(
-                    f"the loss of a sequence is {float(loss)}: it has no label, or the model's own loss does not take "
+                    f"the loss of a sequence is {total}: it has no label, or the model's own loss does not take "
                     "shift_labels, as ForCausalLMLoss of transformers does; leave labels out, give pipelined loss_fn=, "
                     "and the step a target of MicroBatches with the following labels of each chunk"
                 )

@@ -57,13 +57,11 @@ class MicroBatches(Sequence[Any]):
 
     @classmethod
     def of_sequence(cls, batch: Mapping[str, Any], chunks: int | Sequence[int], cache: Any) -> MicroBatches:
-        """Cut causal sequences along their length into chunks, which hand on their keys and values in a cache. ::
+        """Cut causal sequences along their length into chunks, which hand on their keys and values in a cache.
 
-            window = MicroBatches.of_sequence({"input_ids": ids, "labels": ids}, 8, DynamicCache(config=model.config))
-            loss = model.step(window)
-
-        So one sequence keeps several devices busy. It is for a model of transformers that :func:`pipelined` has made of
-        an ordinary sample, and whose loss compares with the next labels. Labels are shifted across the borders.
+        So one long sequence keeps all devices busy. It is for ``step`` and calls of a model of transformers that
+        :func:`pipelined` has made of an ordinary sample, and whose loss compares with the next labels; these are
+        shifted across the borders.
 
         Args:
             batch: the arguments of the model: ``input_ids`` or ``inputs_embeds``, ``labels``, and what else has a token
