@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training
+from benchmarks import balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training, windows
 from benchmarks.campaigns import faults, packages, robustness
 from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.gpu import gpu_table
@@ -27,7 +27,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 
 #: Whose parts have tables.
 BENCHMARKS = (
-    *(balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training),
+    *(balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training, windows),
     *(faults, packages, robustness),
 )
 
@@ -106,6 +106,7 @@ TABLES |= {
         ("step", "step"),
         ("pipelined", "pipelined"),
         ("plan", "plan"),
+        ("windows", "windows"),
     )
 }
 TABLES |= {

@@ -26,6 +26,7 @@ nb_execution_mode = "off"  # the outputs are in the notebooks
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["transformers"]  # which only users of its Trainer have
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_type_aliases = {"M": "torch.nn.Module"}  # a type variable says nothing to a reader

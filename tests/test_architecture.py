@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ ROOMS = {
     "timeline": "recording a mini-batch, and drawing it",
     "distributed": "the same pipeline over several processes",
     "compat": "the old Pipe of PyTorch",
+    "integrations": "trainers of other libraries, for those who have the library",
 }
 
 #: Public paths with hardly any code: the places of names before the rooms existed, and in predecessors.
@@ -175,7 +177,8 @@ def test_contributors_are_shown_the_rooms() -> None:
 def test_import_needs_torch_and_numpy_alone() -> None:
     allowed = {*sys.stdlib_module_names, "torch", "numpy", "torchgpipe", "torchgpipe_balancing"}
     for path in ALL:
-        extras = {name.partition(".")[0] for name in imports(path, top_level_only=True)} - allowed
+        client = {path.stem} if path.parent.name == "integrations" else set()
+        extras = {name.partition(".")[0] for name in imports(path, top_level_only=True)} - allowed - client
         assert not extras, f"import {extras} of {name_of(path)} where they are used, inside a function"
         assert "importlib.metadata" not in set(imports(path)), "a bare checkout has no metadata"
 
@@ -203,7 +206,8 @@ def test_both_packages_import_from_a_bare_checkout_in_any_order() -> None:
         import torchgpipe
         assert "torchgpipe_balancing" not in sys.modules
         import torchgpipe_balancing
-        fronts = {{f"torchgpipe.{{room}}" for room in ("frames", "timeline", "distributed", "compat", *{THIN!r})}}
+        fronts = ("frames", "timeline", "distributed", "compat", "integrations", *{THIN!r})
+        fronts = {{f"torchgpipe.{{room}}" for room in fronts}}
         costly = {{"html", "torchgpipe_balancing.planning", *fronts}}
         assert not costly & (set(sys.modules) - before), "an import takes longer than it needs to"
         assert {{"pipelined", "plan", "record"}} < set(dir(torchgpipe))
@@ -235,6 +239,8 @@ def test_every_module_says_why_it_exists_and_lists_its_names() -> None:
         assert docstring, f"{path.relative_to(ROOT)} has no docstring"
         assert docstring.strip().splitlines()[0].endswith((".", ":")), f"{path}: its first line is a sentence"
         name = name_of(path).removesuffix(".__init__")
+        if name.startswith("torchgpipe.integrations.") and importlib.util.find_spec(path.stem) is None:
+            continue
         module = importlib.import_module(name)
         assert len(set(module.__all__)) == len(module.__all__)
         for public in module.__all__:

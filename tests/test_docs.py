@@ -129,18 +129,20 @@ def test_code_of_other_libraries_is_python() -> None:
 
 def marked(page: Path) -> Any:
     """Return a page for `parametrize`; those that import a client take seconds."""
-    imports = re.search(r"^ +(?:from|import) transformers\b", page.read_text(), flags=re.MULTILINE)
+    imports = re.search(r"^ +(?:from|import) (?:accelerate|transformers)\b", page.read_text(), flags=re.MULTILINE)
     return pytest.param(page, marks=[pytest.mark.slow] if imports else [], id=str(page.relative_to(ROOT / "docs")))
 
 
 @pytest.mark.parametrize("page", [*map(marked, RST)])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads it
+@pytest.mark.filterwarnings("ignore:GPU available but not used", "ignore:The 'train_dataloader' does not have many")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")  # Lightning 2.6 asks
 def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block runs after the others, on a machine with one GPU."""
     with_accelerators(monkeypatch, 1)
     text = page.read_text()
     code = "\n".join([snippet.code for snippet in snippets.in_rst(text)])
-    for client in ("accelerate", "peft", "safetensors", "transformers"):
+    for client in ("accelerate", "diffusers", "lightning", "peft", "safetensors", "transformers"):
         if re.search(rf"^ *(from|import) {client}\b", code, flags=re.MULTILINE):
             pytest.importorskip(client, minversion="5" if client == "transformers" else None)
     names = {"__name__": "page"}

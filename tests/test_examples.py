@@ -193,6 +193,14 @@ def test_unet(tmp_path: Path, example: Example) -> None:
     assert "0 and 2" in out and "2 and 3" not in out  # three partitions
 
 
+def test_accumulate(example: Example) -> None:
+    lines = example("accumulate", "--steps 4 --window 3 --layers 2 --width 8").splitlines()
+    losses = [line.split()[1:] for line in lines if re.match(r" +\d-\d ", line)]
+    assert len(losses) == 4
+    for ours, plain, _ in losses:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-5)
+
+
 def test_mixed_precision(main: Callable[..., Any]) -> None:
     small, dtypes = "--steps 3 --batch 4 --context 8 --dtype", ("float32", "bfloat16", "float16")
     losses = {dtype: main("mixed_precision", f"{small} {dtype}", OF_MODEL) for dtype in dtypes}

@@ -27,6 +27,7 @@ PUBLIC: dict[str, list[str]] = {
         "pipelined",
         "plan",
         "record",
+        "windows",
     ],
     "torchgpipe.skip": ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"],
     "torchgpipe.model.comparison": ["Compared", "Comparison"],

@@ -23,7 +23,7 @@ from tests.conftest import Devices
 from tests.frames.models import chain
 from tests.layers import Apply, Using
 from tests.plain import assert_equal, gradients
-from torchgpipe import GPipe, NoChunk, is_recomputing, pipelined
+from torchgpipe import GPipe, MicroBatches, NoChunk, is_recomputing, pipelined
 from torchgpipe.devices.torch_internals import add_each
 from torchgpipe.schedule import Action, program
 
@@ -173,6 +173,14 @@ def test_values_beside_the_loss_are_gathered_without_a_graph(devices: Devices, r
     model.weight = lambda target: float(target[0, 0] > 0)  # nothing, for some micro-batches
     with torch.no_grad():
         assert len(model.step(x, y)[1]["output"]) == rows
+
+
+def test_values_of_given_micro_batches_have_the_shapes_that_they_were_returned_with() -> None:
+    """A count came back in a tensor of shape (1,), as it is gathered of a mini-batch that was split."""
+    x, y = data(rows=3)
+    xs, ys = x.split([1, 2]), y.split([1, 2])
+    _, values = stepping(mlp(), ["cpu"] * 4, loss_fn=scored).step(MicroBatches(xs), MicroBatches(ys))
+    assert [value["count"].shape for value in values] == [(), ()]
 
 
 @pytest.mark.on_late

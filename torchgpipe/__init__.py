@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, windows
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from torchgpipe.timeline.recorder import record
     from torchgpipe_balancing.planning.plan import plan
 
-__all__ = ["GPipe", "MicroBatches", "NoChunk", "is_checkpointing", "is_recomputing", "pipelined", "plan", "record"]
+__all__ = [
+    "GPipe",
+    "MicroBatches",
+    "NoChunk",
+    "is_checkpointing",
+    "is_recomputing",
+    "pipelined",
+    "plan",
+    "record",
+    "windows",
+]
 
 __version__ = "1.0.0.dev0"
 

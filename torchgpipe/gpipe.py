@@ -20,10 +20,19 @@ from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, order_of
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
 from torchgpipe.model.loss_proof import LossProof
-from torchgpipe.model.microbatch import Batch, WholeArguments, gather, rows_of, scatter, tell_of_few, window_of
+from torchgpipe.model.microbatch import (
+    Batch,
+    WholeArguments,
+    gather,
+    rows_of,
+    scatter,
+    tell_of_few,
+    values_of,
+    window_of,
+)
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
@@ -47,7 +56,8 @@ from torchgpipe.model.verify import (
 from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.offload.host_memory import HostMemory, cycled, verify_fits, verify_home, verify_offload
+from torchgpipe.offload.host_memory import HostMemory
+from torchgpipe.offload.verify import cycled, verify_fits, verify_home, verify_offload
 from torchgpipe.proof.sequential import SequentialProof
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name
@@ -301,7 +311,7 @@ class GPipe(nn.Module):
         inputs, keywords = self._whole.wrap(inputs, keywords)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         self._begin((inputs, keywords), 5)
-        gathered = self._gather if window_of((inputs, keywords)) is None else _values_of
+        gathered = self._gather if window_of((inputs, keywords)) is None else values_of
         if self._host_memory is not None:
             return self._forward_from_host_memory(batches, gathered)
         with mini_batch(len(batches), self):
@@ -416,7 +426,7 @@ class GPipe(nn.Module):
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
             self._begin(input, 3)
             own_weight = mean.prepare(inputs)
-            program = program_of(self._schedule, len(inputs), self._places)
+            program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input)))
             views = self._views(len(inputs))
         mean.total = replicas.total(own_weight)
         finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))
@@ -500,7 +510,7 @@ class GPipe(nn.Module):
             chunks=self.chunks,
             splits=splits,
             batches=lambda chunks: self._scatter(fresh(inputs), chunks, first, fresh(keywords)),
-            gather=self._gather if splits else _values_of,
+            gather=self._gather if splits else values_of,
             pipeline=lambda: self.forward(*fresh(inputs), **fresh(keywords)),
             around=mini_batch,
             loss=loss if target is not None and self._loss[0] is not None and len(inputs) == 1 else None,
@@ -682,10 +692,6 @@ class GPipe(nn.Module):
 
     def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
         return by_name(keys, [*self._layers_of(self)])
-
-
-def _values_of(batches: list[Batch]) -> list[Any]:
-    return [batch.value for batch in batches]
 
 
 def _moving_denied(pipeline: GPipe) -> TypeError:

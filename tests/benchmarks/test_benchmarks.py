@@ -91,6 +91,8 @@ TINY = [
     ("schedules", "activations", "--micro-batches 5 --steps 1", "| ZeroBubble "),
     ("schedules", "pipelined_activations", "--micro-batches 5 --steps 1", "| forward and backward "),
     ("schedules", "recorded", "--sleep 0.0002", "| one device at a time "),
+    ("windows", "order", "--partitions 2 --micro-batches 2 5 --windows 2", "| ZeroBubble "),
+    ("windows", "host", "--turns 1", "| pipelined | workers "),
     ("training", "speed", "--models gpt --partitions 1 2 --checkpoint never --peers plain ours", "pipeline-2"),
     ("training", "step", "--models gpt --chunks 2 --shrink 16", "| 1F1B over Schedule1F1B, "),
     ("training", "pipelined", "--shrink 64", "over naive placement"),

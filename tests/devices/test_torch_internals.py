@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import torchgpipe
 from torchgpipe.devices import torch_internals as internals
@@ -49,6 +50,25 @@ def test_operations_are_seen_below_autograd() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of the compiler
+def test_modes_of_two_threads_end_in_any_order() -> None:
+    """A flag of the process stayed set, and code that was compiled within a later mode was compiled anew each time."""
+    outer, inner = internals.DispatchMode(), internals.DispatchMode()
+    begun, ended = threading.Event(), threading.Event()
+
+    def in_another_thread() -> None:
+        with inner:
+            begun.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=in_another_thread)
+    with outer:
+        thread.start()
+        begun.wait(60)
+    ended.set()
+    thread.join()
+    assert not is_in_torch_dispatch_mode()
+
+
 def test_a_module_tells_that_it_was_compiled() -> None:
     """Compilers leave marks. Without that, code that cannot stop runs in a step, or CUDA graphs in threads that end."""
     plain = nn.Linear(2, 2)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.launch import launch, needs_stages
 from tests.distributed.models import EVERYTHING, MLP, Counter, Task, assert_gradients, assert_step, mlp, plain_step
+from torchgpipe import MicroBatches
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.distributed import DistributedGPipe
 
@@ -79,8 +80,27 @@ def of_two() -> None:
     for checkpoint in ["always", "except_last", "never"]:
         steps(EVERYTHING, "1F1B", [3, 9], checkpoint, deferred=True)
         steps(EVERYTHING, "GPipe", [3, 9], checkpoint)
+    windows()
     no_grad()
     an_optimizer_made_before()
+
+
+def windows() -> None:
+    """Step and evaluate micro-batches that are given, whose outputs could not be gathered."""
+    for schedule, balance in [("1F1B", [3, 3]), ("GPipe", [3, 3]), ("Interleaved1F1B", [2, 1, 1, 2])]:
+        plain, model = mlp(), DistributedGPipe(mlp(), balance, **{**MLP.options, "schedule": schedule})
+        inputs = [torch.randn(rows, time, 4).double() for rows, time in [(1, 3), (2, 2), (1, 5), (3, 2), (2, 4)]]
+        loss = model.step(MicroBatches(inputs), MicroBatches([input * 2 for input in inputs]))
+        expected = torch.zeros((), dtype=torch.float64)
+        for input in inputs:
+            share = MLP.loss_fn(plain(input), input * 2) * (len(input) / 9)
+            share.backward()
+            expected += share.detach()
+        torch.testing.assert_close(loss, expected)
+        assert_gradients(model, plain)
+        outputs = model.eval_step(MicroBatches(inputs), gather=True)
+        with torch.no_grad():
+            torch.testing.assert_close(outputs, [plain(input) for input in inputs])
 
 
 def clipped() -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.frames.models import chain
-from torchgpipe import GPipe, NoChunk, pipelined
+from torchgpipe import GPipe, MicroBatches, NoChunk, pipelined
 from torchgpipe.schedule import ScheduleName
 
 TWO = ["cpu:0", "cpu:1"]
@@ -393,6 +393,43 @@ def test_a_scaler_scales_gradients_and_not_the_loss(front: Any) -> None:
     assert torch.equal(step(x, NUMBERS, scaler=scaler), plain(x, NUMBERS))
     for ours, theirs in zip(gradients(model), gradients(other)):
         assert torch.equal(ours, 1024 * theirs)
+
+
+class Overflows(nn.Linear):
+    """Its weight has an infinite gradient in a micro-batch of three rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.clone()
+        if len(x) == 3:
+            weight.register_hook(lambda grad: grad * torch.inf)
+        return F.linear(x, weight, self.bias)
+
+
+@fronts
+def test_an_overflow_in_one_micro_batch_of_a_window_skips_the_step(front: Any) -> None:
+    """In the last partition alone. Gradients, weights and scale are those of the plain loop that accumulates."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Overflows(4, CLASSES)).double()
+    plain = copy.deepcopy(module)
+    model, step = front(module, inputs(), loss_fn=F.mse_loss, schedule="1F1B")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for sizes, scale in (([2, 1, 1], 1024.0), ([2, 3, 1], 512.0), ([1, 2], 512.0)):
+        xs, ys = inputs()[: sum(sizes)].split(sizes), NUMBERS[: sum(sizes)].split(sizes)
+        before = copy.deepcopy(plain.state_dict())
+        step(MicroBatches(xs), MicroBatches(ys), scaler=scalers[0])
+        for x, y in zip(xs, ys):
+            scalers[1].scale(F.mse_loss(plain(x), y) * (len(x) / sum(sizes))).backward()
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.unscale_(optimizer)
+        for ours, theirs in zip(gradients(model), gradients(plain)):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        for scaler, optimizer in zip(scalers, optimizers):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == scale
+        for ours, theirs, old in zip(model.parameters(), plain.parameters(), before.values()):
+            assert torch.equal(ours, theirs) and torch.equal(ours, old) == (3 in sizes)
 
 
 def test_a_scaler_of_the_models_own() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.plain import tensors
-from torchgpipe import GPipe, NoChunk, pipelined
+from tests.plain import assert_equal, tensors
+from torchgpipe import GPipe, MicroBatches, NoChunk, pipelined, windows
 from torchgpipe.model.microbatch import Batch, gather, scatter
 
 CPU, X = torch.device("cpu"), torch.randn(2, 2)
@@ -39,6 +40,20 @@ def test_scatter_copies_nothing_and_passes_no_chunk_whole() -> None:
             {tensor.data_ptr() for tensor in tensors(piece)} for piece in pieces
         ]
     assert repr(table) == "NoChunk((7, 2))"
+
+
+def test_given_micro_batches_are_scattered_as_they_are_wherever_they_stand() -> None:
+    a, b, table = numbers(1), numbers(3), numbers(7)
+    assert [batch.leaves[0] is x for batch, x in zip(scatter((MicroBatches([a, b]),), 1, CPU), (a, b), strict=True)]
+    window = MicroBatches([{"x": a, "table": NoChunk(table)}, [b, None]])
+    assert_equal(values(scatter((window,), 1, CPU)), [{"x": a, "table": table}, [b, None]])
+    beside = scatter((MicroBatches([a, b]), None, NoChunk(table)), 1, CPU, {"more": MicroBatches([(b,), a])})
+    assert_equal(
+        [tuple(value) for value in values(beside)],
+        [((a, None, table), {"more": (b,)}), ((b, None, table), {"more": a})],
+    )
+    with pytest.raises(TypeError, match=r"^micro-batch 1 must consist of tensors and None .*, but \['x'\] is int"):
+        scatter((MicroBatches([a, {"x": 1}]),), 1, CPU)
 
 
 # Gather
@@ -85,3 +100,23 @@ def test_fewer_rows_than_chunks_are_told_of_once(kind: str, call: str) -> None:
     assert re.search(r"3 rows makes only 3 micro-batches instead of chunks=8.*chunks=3$", str(told.message))
     assert told.filename == __file__
     assert not ran(9, 3), "the last mini-batch of an epoch is often short"
+
+
+# Windows: batches in groups of which each is a mini-batch
+
+
+def test_windows_of_a_loader_come_again_and_have_a_length() -> None:
+    loader = [numbers(rows) for rows in (1, 3, 2, 1, 1)]
+    grouped = windows(loader, 2)
+    assert len(grouped) == 3
+    for _ in range(2):
+        assert [[*window] for window in grouped] == [loader[:2], loader[2:4], loader[4:]]
+    assert [len(window) for window in windows(iter(loader), 4)] == [4, 1]
+    with pytest.raises(ValueError, match="one batch or more, but got size=0"):
+        windows(loader, 0)
+
+
+def test_what_moves_batches_does_not_make_a_window_anew() -> None:
+    """Lightning moved a window's batches, and pinning pinned them: both made it of its items, without the weights."""
+    window = MicroBatches([numbers(1), numbers(3)], weights=[1, 2])
+    assert not isinstance(window, (Sequence, Mapping)) and window[1] is window.batches[1] and len(window) == 2

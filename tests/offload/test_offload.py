@@ -11,7 +11,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
 from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe.listener.listener import NO_MICRO_BATCH
+from torchgpipe.offload.aliases import OffloadedAliases
+from torchgpipe.offload.host_copies import HostCopies, HostCopy
 from torchgpipe.offload.host_memory import HostMemory
-from torchgpipe.offload.resting import Rested, Resting
 from torchgpipe.schedule import Action, Program, program
 from torchgpipe.schedule.residency import residency
 from torchgpipe.timeline.span import TRANSFERS
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.on_late
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_tensors_rest() -> Iterator[None]:
+def small_tensors_have_host_copies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostMemory, "least", 1)
         yield
@@ -56,7 +57,7 @@ def devices(variant: str) -> Devices:
 
 
 def test_the_cpu_is_no_device_beside_an_accelerator() -> None:
-    """What rested in host memory was used there before it had arrived: gradients of 1e37."""
+    """An activation in host memory was used there before it had arrived: gradients of 1e37."""
     with pytest.raises(ValueError, match="leave the CPU out of devices"):
         torchgpipe.pipelined(
             chain(adds, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), chunks=2, devices=["cpu", "meta"],
@@ -195,7 +196,7 @@ def equal(ours: list[Any], theirs: list[Any]) -> bool:
 def is_empty(model: Any) -> bool:
     """Return whether no weights are on devices, and all parameters on the host."""
     memory = memory_of(model)
-    return not any(memory._there.values()) and {one.device.type for one in model.parameters()} == {"cpu"}
+    return not any(memory._present.values()) and {one.device.type for one in model.parameters()} == {"cpu"}
 
 
 def in_halves(m: int, places: list[int]) -> list[Program]:
@@ -271,7 +272,7 @@ def adds(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.late
 @pytest.mark.parametrize("kind", ["pipelined", "GPipe"])
 def test_the_number_of_micro_batches_takes_no_memory_but_that_of_the_input(kind: str) -> None:
-    """What rests leaves the device. With ``offload='weights'``, it takes memory of the device for each micro-batch."""
+    """Activations are evicted. With ``offload='weights'``, they take memory of the device for each micro-batch."""
 
     def peak(chunks: int, offload: Any) -> int:
         layers = [nn.Linear(64, 64) for _ in range(8)]
@@ -312,7 +313,7 @@ def peeks(self: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.late
-def test_what_rests_is_not_used_by_another_micro_batch() -> None:
+def test_what_was_evicted_is_not_used_by_another_micro_batch() -> None:
     model = chain(peeks, nn.Linear(4, 4), nn.Linear(4, 4))
     model.first, model.looks = None, False
     devices = ["late:0"] * 2
@@ -354,9 +355,9 @@ def passing(way: str, checkpoint: list[str], *, offload: bool = True, shift: int
 @pytest.mark.late
 @pytest.mark.parametrize("how", ["step", "backward"])
 @pytest.mark.parametrize("way", ["a part", "changed"])
-def test_what_comes_back_is_whole_and_new_and_one_tensor(way: str, how: str) -> None:
-    """Of a memory only the part that rested came back, a tensor that was changed since came as before, and attention
-    no longer got one tensor thrice."""
+def test_what_is_restored_is_whole_and_new_and_one_tensor(way: str, how: str) -> None:
+    """Of a memory only the part that was copied was restored, a tensor that was changed since came as before, and
+    attention no longer got one tensor thrice."""
     x = torch.randn(16, 3, WIDTH)
     seen = []
     for offload in (False, True):
@@ -367,7 +368,7 @@ def test_what_comes_back_is_whole_and_new_and_one_tensor(way: str, how: str) -> 
 
 
 @pytest.mark.late
-def test_what_is_changed_in_place_on_its_way_on_host_memory_is_refused() -> None:
+def test_what_is_changed_in_place_while_it_is_downloaded_is_refused() -> None:
     """It went down as it was or as it had become, as it happened."""
     model = passing("changed", ["shift"], shift=0)
     with pytest.raises(
@@ -377,22 +378,52 @@ def test_what_is_changed_in_place_on_its_way_on_host_memory_is_refused() -> None
     assert late.hazards()  # That is why.
 
 
-@pytest.mark.late
-def test_what_was_fetched_and_is_not_needed_is_given_up_when_it_has_arrived() -> None:
-    """A cell without a gradient needs nothing: what was on its way to it was given up while the copy was under way."""
+def begun() -> tuple[HostCopies, Stream, list[Action]]:
+    """Return the host copies of a mini-batch of 8 on one device, that device's stream, and all actions."""
     memory, device = HostMemory(2, None), torch.device("late:0")
-    stream, resting = memory.streams.current(device), Resting(memory, lambda _: False)
-    actions = [Action("F", i, 0) for i in range(8)] + [Action("B", i, 0) for i in range(8)]
-    resting.begin(actions, [stream], [0], None)
-    rested: Any = resting.rest(torch.ones(4096, device=device), actions[0], actions[8])
-    assert isinstance(rested, Rested)
+    aliases = OffloadedAliases([], [device], memory.streams, nullcontext(), backward=True, host_memory=memory)
+    stream = memory.streams.current(device)
+    copies = HostCopies(aliases, [stream], [0], None)
+    actions = [Action(kind, i, 0) for kind in ("F", "B") for i in range(8)]
+    copies.begin(actions)
+    return copies, stream, actions
+
+
+@pytest.mark.late
+def test_a_cell_keeps_one_host_copy_of_a_tensor_until_that_is_changed() -> None:
+    copies, stream, actions = begun()
+
+    def kept(tensor: Tensor) -> Any:
+        return copies.keep(tensor, actions[0], actions[8])
+
+    first = kept(torch.ones(8, 8, device=stream.device))
     for _ in range(2):
-        resting.leave(stream)
+        copies.evict(stream)
+    restored = first.get()
+    assert kept(restored.detach()) is first
+    for other in (restored[:4], restored.view(torch.int32), restored.detach().requires_grad_()):
+        assert kept(other) is not first
+    again = kept(restored)
+    for _ in range(2):
+        copies.evict(stream)
+    restored.add_(1)
+    assert kept(restored) is not again
+    copies.end()
+
+
+@pytest.mark.late
+def test_what_was_uploaded_and_is_not_needed_is_freed_when_it_has_arrived() -> None:
+    """A cell without a gradient needs nothing: what was uploaded for it was freed while the copy was under way."""
+    copies, stream, actions = begun()
+    kept: Any = copies.keep(torch.ones(4096, device=stream.device), actions[0], actions[8])
+    assert isinstance(kept, HostCopy)
+    for _ in range(2):
+        copies.evict(stream)
     with late.delays(5000):
-        resting.prefetch(actions[8])
-        del rested
-        resting.settle(actions[8], stream)
-    resting.end()
+        copies.prefetch(actions[8])
+        del kept
+        copies.discard(actions[8])
+    copies.end()
 
 
 @pytest.mark.late
@@ -489,7 +520,7 @@ def test_a_recording_shows_uploads_and_downloads_in_lanes_of_their_own(devices: 
     assert "from and to host memory" in str(timeline.report())
 
 
-def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
+def test_a_weight_that_was_evicted_has_no_memory(devices: Devices) -> None:
     model = pair(Model(), devices(1))[1]
     seen = []
 
@@ -509,7 +540,10 @@ def test_a_weight_that_has_left_has_no_memory(devices: Devices) -> None:
 class Events:
     """Counts uploads, downloads and layers, forward and backward, and fails at one of them."""
 
-    places = ((HostMemory, "fill"), (HostMemory, "bring_down"), (Rested, "__init__"), (Rested, "come"), (Rested, "get"))
+    places = (
+        (HostMemory, "fill"), (HostMemory, "download"), (HostCopy, "__init__"), (HostCopy, "prefetch"),
+        (HostCopy, "get"),
+    )  # fmt: skip
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count, self.fails_at = 0, -1
@@ -549,7 +583,7 @@ def test_a_failure_anywhere_leaves_everything_as_it_was(devices: Devices, draw: 
         before = [on_host(one) for one in (*model.parameters(), *grads)]
         with suppress(Failure):
             once(model, ids, target, how)
-            # Workers bring what rests ahead if it is there in time, so the last events may not come.
+            # Workers prefetch an activation if its host copy is there in time, so the last events may not come.
             assert events.count < events.fails_at
             return
     assert all(one is grad for one, grad in zip(gradients(model), grads))
@@ -596,7 +630,7 @@ def test_retained_graphs_and_optimizers_in_hooks(devices: Devices) -> None:
     assert sorted(heard) == sorted(2 * [name for name, _ in model.named_parameters()])
 
 
-def test_methods_beside_forward_bring_their_weights(devices: Devices) -> None:
+def test_methods_beside_forward_upload_their_weights(devices: Devices) -> None:
     model = pair(Model(), devices(2))[1]
     plain = copy.deepcopy(model).unpipelined()
     ids = data()[0]
@@ -731,7 +765,7 @@ def test_what_cannot_live_in_host_memory_is_refused(devices: Devices, monkeypatc
         torchgpipe.pipelined(Model(), ids, chunks=2, offload="all")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pin must be an integer"):
         made(Model(), pin="1GiB")
-    monkeypatch.setattr("torchgpipe.offload.host_memory.memory_in_use", lambda device: (0, 0, 300))
+    monkeypatch.setattr("torchgpipe.offload.verify.memory_in_use", lambda device: (0, 0, 300))
     with pytest.raises(ValueError, match=r"takes \d+ B in 2 slots of .* with 300 B: give more partitions, fewer slots"):
         made(Model())
     monkeypatch.undo()

@@ -23,21 +23,17 @@ transformers = pytest.importorskip("transformers", minversion="5")
 accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning")
 
-__all__ = ["StepTrainer", "Task", "TaskThatSteps", "with_accelerate", "with_lightning", "with_transformers"]
+__all__ = [
+    "Task",
+    "TaskThatSteps",
+    "accelerate",
+    "transformers",
+    "with_accelerate",
+    "with_lightning",
+    "with_transformers",
+]
 
 # --------------------------------------------------------------------------------------------------------- transformers
-
-
-class StepTrainer(transformers.Trainer):  # type: ignore[misc, name-defined]
-    """Trains under a schedule: a device holds the activations of fewer micro-batches than with `loss.backward()`."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        if not hasattr(model, "step"):
-            return super().training_step(model, inputs, num_items_in_batch)
-        model.train()
-        with self.accelerator.autocast():
-            loss: Tensor = model.step(**self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-            return loss
 
 
 def with_transformers(
@@ -51,13 +47,13 @@ def with_transformers(
     count: int = 16,
     **options: Any,
 ) -> dict[str, list[float]]:
-    """Train for four steps on ``count`` rows, and evaluate."""
+    """Train for four steps on ``count`` rows, and evaluate; a plain model by the Trainer of transformers itself."""
     own = {"compute_metrics": options.pop("compute_metrics", None)}
     settings = {"max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     settings |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     settings |= {"disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
     settings |= {"save_strategy": "steps", "save_steps": 2} if save else {}
-    trainer = kind(
+    trainer = (kind if hasattr(model, "step") else transformers.Trainer)(
         model=model,
         args=transformers.TrainingArguments(output_dir=str(save or folder), **settings | options),
         train_dataset=rows(name, count),

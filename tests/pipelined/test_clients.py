@@ -16,7 +16,6 @@ from torch import nn
 
 from tests.distributed.launch import launch
 from tests.pipelined.clients import (
-    StepTrainer,
     TaskThatSteps,
     accelerate,
     with_accelerate,
@@ -24,6 +23,7 @@ from tests.pipelined.clients import (
     with_transformers,
 )
 from tests.pipelined.helpers import CLOSE, MODELS, assert_close, counted_calls, in_pipeline, losses_in_float64, sample
+from torchgpipe.integrations.transformers import PipelineTrainer
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,11 +80,12 @@ SCENARIOS: dict[str, tuple[Fit, str, dict[str, Any]]] = {
     "accumulation": (with_transformers, "llama", THRICE | EVALUATES),
     "accumulation, a mean of rows": (with_transformers, "bert", THRICE),
     # Norms are logged as they are before clipping.
-    "accumulation, by steps, clipped": (
+    "accumulation, windows in a step, clipped": (
         with_transformers,
         "llama",
-        {**THRICE, "kind": StepTrainer, "max_grad_norm": 0.1},
+        {**THRICE, "kind": PipelineTrainer, "max_grad_norm": 0.1, "chunks": 1},  # in micro-batches of four rows
     ),
+    "windows of one batch, which is split": (with_transformers, "t5", {"kind": PipelineTrainer}),
     # The Trainer computes this loss from the logits, outside of the model.
     "smoothed labels": (with_transformers, "bert", {"label_smoothing_factor": 0.1}),
     "the best model": (with_transformers, "gpt2", BEST),

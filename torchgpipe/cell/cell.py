@@ -7,6 +7,7 @@ own forward comes to it; of a Sequential, `LayersCell` runs the layers, once or 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -21,7 +22,7 @@ from torchgpipe.graph.cut import CutGraph, verify_complete
 from torchgpipe.graph.function import Edge
 from torchgpipe.graph.split_backward import nodes_below
 from torchgpipe.listener.listener import Kind
-from torchgpipe.offload.resting import Rested, awake
+from torchgpipe.offload.host_copies import HostCopy, Kept, restored
 from torchgpipe.transport.route import Route
 
 __all__ = ["Arrival", "Cell", "Export", "Source"]
@@ -42,16 +43,16 @@ class Arrival:
     def __init__(self, column: int | None = None) -> None:
         self.column = column
         # Added up later: the stream of the cell may have to wait for them first.
-        self._grads: list[Tensor | Rested] = []
+        self._grads: list[Tensor | HostCopy] = []
 
-    def add(self, grad: Leaf | Rested) -> None:
+    def add(self, grad: Kept) -> None:
         """Take a gradient that arrives."""
         if grad is not None:
             self._grads.append(grad)
 
     def total(self) -> Leaf:
         """Return the sum of the gradients that have arrived, and forget them."""
-        grads, self._grads = [awake(grad) for grad in self._grads], []
+        grads, self._grads = [restored(grad) for grad in self._grads], []
         return functools.reduce(torch.add, grads) if grads else None
 
 
@@ -93,7 +94,7 @@ class Cell:
             the graph is to be verified; else None
     """
 
-    __slots__ = ("_graph", "_known", "column", "exports", "i", "sources", "span")
+    __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "sources", "span")
 
     def __init__(self, i: int, column: Column) -> None:
         self.i, self.column = i, column
@@ -157,18 +158,30 @@ class Cell:
             self.exports, self._known = [], {}  # They would hold what only the first half of backward needs.
         if not pairs or self._graph is None:
             return []
-        return self._graph.differentiate(
+        result = self._graph.differentiate(
             [edge for edge, _ in pairs],
             [grad for _, grad in pairs],
             self.column.sink,
             self.told,
             split=split and self.column.splits,
+            settle=self._settle,
             keep_graph=keep_graph,
         )
+        if self._graph.has_rest:
+            self.column.left.append(weakref.ref(self))
+        return result
+
+    def _settle(self) -> None:
+        """Run what earlier micro-batches have left in this column, so that gradients are added in their order."""
+        for ref in [*self.column.left]:
+            cell = ref()
+            if cell is not None:
+                cell.differentiate_weights()
 
     def differentiate_weights(self) -> None:
         """Run what a split `differentiate` has left, if anything."""
-        if self._graph is not None:
+        if self._graph is not None and self._graph.has_rest:
+            self.column.left.remove(weakref.ref(self))
             self._graph.differentiate_weights(self.told)
 
     def leaves(self) -> Iterator[Tensor]:

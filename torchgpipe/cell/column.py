@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class Column:
         listener: the listener of the mini-batch, if there is one
         leaving: the routes that begin here
         splits: whether the backward of a cell may be split
+        left: the cells whose split backward has left something, in its order; weakly, as a step may fail in between
     """
 
     j: int
@@ -39,6 +42,7 @@ class Column:
     listener: Listener | None
     leaving: Sequence[Route]
     splits: bool = True
+    left: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
     def partition(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn, overrides
@@ -389,13 +389,21 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The base of modes that see each operation below autograd.
 
     There, weights are brought when they are needed, and reads of those that have left are refused. Since 2.0; the
-    method since 2.6. Function modes do not see functions of autograd. Without the method, PyTorch would import its
-    compiler, which takes seconds.
+    methods since 2.6. Function modes do not see functions of autograd. Without `_should_skip_dynamo`, PyTorch would
+    import its compiler, which takes seconds. PyTorch's ``__enter__`` notes in a flag of the process that a mode is
+    active: where two threads end their modes in another order, it stays set, and compiled code is compiled anew.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __enter__(self) -> Self:
+        push_dispatch_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pop_dispatch_mode()
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

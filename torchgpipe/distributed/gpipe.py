@@ -186,9 +186,11 @@ class DistributedGPipe(nn.Module):
         replica is given its own part of the data; the loss and the gradients are those of all parts.
 
         Args:
-            input: a tensor of shape (batch, ...), or nested tensors as in :class:`~torchgpipe.GPipe`. Only the first
-                stage reads the values; other processes may pass a tensor of the same shape on the meta device.
-            target: the target of the loss function, of the same batch size; only the last stage reads it
+            input: a tensor of shape (batch, ...), nested tensors as in :class:`~torchgpipe.GPipe`, or
+                :class:`~torchgpipe.MicroBatches`. Only the first stage reads the values; other processes may pass
+                tensors of the same shapes on the meta device.
+            target: the target of the loss function, of the same batch size, or :class:`~torchgpipe.MicroBatches` if
+                the input is; only the last stage reads it
 
         Returns:
             the mean loss, a tensor without dimensions, in every process
@@ -230,8 +232,8 @@ class DistributedGPipe(nn.Module):
             gather: whether to return the output in all processes of a pipeline
 
         Returns:
-            the output of the last layer, gathered along dimension 0; None in processes without the last stage, unless
-            ``gather`` is set
+            the output of the last layer, gathered along dimension 0; of :class:`~torchgpipe.MicroBatches`, a list of
+            the output of each; None in processes without the last stage, unless ``gather`` is set
 
         Raises:
             Exception: as in :meth:`step`
@@ -247,7 +249,7 @@ class DistributedGPipe(nn.Module):
             if gather:
                 for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
                     processes.receive_from_last(leaf, "the output")
-            return microbatch.gather(batches)
+            return (microbatch.gather if microbatch.window_of(input) is None else microbatch.values_of)(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does for a plain model.

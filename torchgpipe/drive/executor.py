@@ -18,7 +18,7 @@ Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all action
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -31,10 +31,7 @@ from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.drive.agenda import Agenda
 from torchgpipe.drive.workers import Task, run_in_workers
-from torchgpipe.gradients.aliases import Aliases
-from torchgpipe.offload.aliases import OffloadedAliases
-from torchgpipe.offload.residence import Residence
-from torchgpipe.offload.resting import Rested
+from torchgpipe.offload.residence import RESIDENT, Residence
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.schedule import Action
 from torchgpipe.transport.route import Route, copy_back, release, wait_back
@@ -77,14 +74,6 @@ class ProgramFront(Front, Protocol):
     def differentiating(self, j: int) -> AbstractContextManager[object]:
         """Surround a backward in column ``j``, whose gradients of parameters arrive meanwhile."""
 
-    @property
-    def watches(self) -> bool:
-        """Whether to look at each operation on weights that live in host memory."""
-
-
-#: One for all cells, because making one takes as long as entering it.
-_nothing = nullcontext()
-
 
 class Executor:
     """Runs the actions of a program.
@@ -93,15 +82,13 @@ class Executor:
         front: gives the cells
         ambient: the settings of the caller
         facts: what a note about memory is made from; None if cells make these notes themselves
-        aliases: the aliases of the parameters, if there are any: they may have no memory between actions
+        residence: which tensors are on their devices
     """
 
     def __init__(
-        self, front: Front, ambient: Ambient, facts: MiniBatchFacts | None = None, aliases: Aliases | None = None
+        self, front: Front, ambient: Ambient, facts: MiniBatchFacts | None = None, residence: Residence = RESIDENT
     ) -> None:
-        self._front, self._ambient, self._facts = front, ambient, facts
-        self._offloaded = aliases if isinstance(aliases, OffloadedAliases) else None
-        self._residence: Residence | None = None
+        self._front, self._ambient, self._facts, self._residence = front, ambient, facts, residence
 
     def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
         """Run actions, inline or in workers.
@@ -141,36 +128,29 @@ class Executor:
 
     @contextmanager
     def _resident(self, actions: Sequence[Action]) -> Iterator[None]:
-        """Let weights come and go in a ``with`` block, and wind up after an error."""
-        front, columns = cast(ProgramFront, self._front), self._front.columns
-        if self._offloaded is not None:
-            streams, partitions = [column.stream for column in columns], [column.partition for column in columns]
-            listener = columns[0].listener
-            self._residence = Residence(self._offloaded, streams, actions, partitions, listener, watches=front.watches)
+        """Begin and end the residence of what actions need in a ``with`` block, and wind up after an error."""
+        self._residence.begin(actions)
         try:
             try:
                 yield
             except BaseException:
-                uninterrupted(front.cancel)
+                uninterrupted(self._front.cancel)
                 raise
         finally:
-            if self._residence is not None:
-                self._residence.end()
+            self._residence.end()
 
     def _run(self, action: Action, *, recomputes: bool, keep_graph: bool) -> None:
-        """Run one action. All of them pass here: what a partition needs on its device comes before, and goes after."""
+        """Run one action. All of them pass here, so the residence of what a partition needs is settled here."""
         kind, i, j = action
         residence = self._residence
         try:
-            if residence is not None:
-                residence.before(action)
+            residence.before(action)
             if kind == "F":
-                with _nothing if residence is None else residence.watching(j):
+                with residence.watched(lambda: j):
                     self._front.forward(i, j, recomputes=recomputes)
             else:
                 self._run_backward(action, keep_graph)
-            if residence is not None:
-                residence.after(action)
+            residence.after(action)
         except BaseException as error:
             if self._facts is not None:
                 column = self._front.columns[j]
@@ -181,9 +161,9 @@ class Executor:
         """Run R, B, I or W."""
         kind, i, j = action
         front = cast(ProgramFront, self._front)
-        watching = _nothing if self._residence is None else self._residence.watching(j)
+        watched = self._residence.watched(lambda: j)
         if kind == "R":
-            with watching:
+            with watched:
                 front.recompute(i, j)
             return
         # In this thread, and outside of autocast, as `loss.backward()` is.
@@ -191,7 +171,7 @@ class Executor:
             front.differentiating(j),
             torch.autograd.set_multithreading_enabled(False),
             self._ambient.without_autocast(),
-            watching,
+            watched,
         ):
             cell = front.cell(i, j, last=kind != "I" and not keep_graph)
             if cell is None:
@@ -209,17 +189,16 @@ class Executor:
 
     def _return(self, action: Action, sources: Sequence[Source], grads: Sequence[Leaf]) -> None:
         """Take gradients to the cells that they come from; those that take the same route go together."""
-        i, resting = action.i, None if self._offloaded is None else self._offloaded.resting
+        i = action.i
         by_route: dict[Route | None, list[tuple[Arrival, Tensor]]] = {}
         for (route, arrival), grad in zip(sources, grads):
             if grad is None:
                 continue
-            if resting is not None and arrival.column is not None:
-                rested = resting.rest(grad, action, Action("B", i, arrival.column))
-                if isinstance(rested, Rested):
-                    arrival.add(rested)
-                    continue
-            by_route.setdefault(route, []).append((arrival, grad))
+            kept = grad if arrival.column is None else self._residence.keep(grad, action, ("B", i, arrival.column))
+            if kept is grad:
+                by_route.setdefault(route, []).append((arrival, grad))
+            else:
+                arrival.add(kept)
         for route, pairs in by_route.items():
             together: Leaves = tuple([grad for _, grad in pairs])
             if route is not None:

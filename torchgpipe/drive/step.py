@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.drive.agenda import Agenda, agenda_of
 from torchgpipe.drive.executor import Executor
-from torchgpipe.gradients.aliases import Aliases, weights_of
+from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.graph.cut import CutGraph
@@ -31,13 +31,14 @@ from torchgpipe.listener.listener import Listener
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
-from torchgpipe.offload.aliases import make_aliases, resting_of
+from torchgpipe.offload.aliases import make_aliases
+from torchgpipe.offload.host_copies import Half, Kept, resident, restored
 from torchgpipe.offload.host_memory import HostMemory
-from torchgpipe.offload.resting import Rested, awake
+from torchgpipe.offload.residence import residence_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.random_numbers import RandomNumbers
-from torchgpipe.schedule import Action, Program, Schedule
+from torchgpipe.schedule import Program, Schedule
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.transport.route import Route, copy_forward, mark_ready
 
@@ -81,8 +82,8 @@ def run_step(
         schedule: what the program comes from, for errors
         lock: held while the layers have aliases of their parameters
         random_numbers: the random numbers of the mini-batch
-        host_memory: takes weights to devices, if they live in host memory
-        watches: whether to look at each operation on weights that live in host memory
+        host_memory: transfers weights to devices, if they live in host memory
+        watches: whether to verify each operation on weights that live in host memory
 
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
@@ -91,8 +92,9 @@ def run_step(
         with replicas.together("the preparation of a step"):
             refuse_transforms()
             listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
+            offloads = host_memory is not None
             # A listener hears of each partition.
-            apart = listener is not None or host_memory is not None
+            apart = listener is not None or offloads
             joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
             views = tuple(map(tuple, views_of_each(partitions)))
             facts = facts_of(schedule, partitions, checkpointed, backward=backward)
@@ -106,13 +108,11 @@ def run_step(
             modules = [list(partition.modules()) for partition in joined]
             slots = [
                 (module, name, j)
-                for j, modules_of_view in enumerate(modules if backward or host_memory is not None else [])
+                for j, modules_of_view in enumerate(modules if backward or offloads else [])
                 for module in modules_of_view
                 for name, _ in module._parameters.items()
             ]
-            streams = None if host_memory is None else mechanisms.streams
-            if host_memory is not None:
-                host_memory.keep_frozen(weights_of(slots), devices)
+            streams = mechanisms.streams if offloads else None
             aliases = make_aliases(slots, devices, streams, lock, host_memory, backward=backward)
 
         def work() -> Any:
@@ -131,7 +131,7 @@ def run_step(
                     watches,
                 )
                 with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
-                    cells.run(Executor(cells, cells.ambient, facts, aliases), agenda)
+                    cells.run(Executor(cells, cells.ambient, facts, cells.residence), agenda)
                     return gather(), cells.entered()
 
         return with_gradients(aliases, work, replicas) if backward else work()[0]
@@ -143,7 +143,7 @@ class _MicroBatches:
     Attributes:
         ambient: the settings of the caller
         columns: the columns, one for each view, or for several that are joined
-        watches: whether to look at each operation on weights that live in host memory
+        residence: which tensors are on their devices
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class _MicroBatches:
         random_numbers: RandomNumbers,
         watches: bool,
     ) -> None:
-        self._aliases, self.watches = aliases, watches
+        self._aliases = aliases
         self._m, self._n = len(inputs), len(partitions)
         self._finish, self._backward = finish, backward
         self.ambient = Ambient()
@@ -181,17 +181,19 @@ class _MicroBatches:
             in_program=True,
             listener=listener,
         )
+        streams, places = [column.stream for column in self.columns], [column.partition for column in self.columns]
+        self.residence = residence_of(aliases, streams, places, listener, watches=watches)
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
-        self._skips: dict[tuple[int, SkipKey], tuple[Leaf | Rested, Source | None]] = {}
+        self._skips: dict[tuple[int, SkipKey], tuple[Kept, Source | None]] = {}
         #: Where each skip is popped.
         self._poppers = {portal.key: j for j, column in enumerate(self.columns) for portal in column.receiving}
         self._cells: dict[tuple[int, int], LayersCell] = {}
         #: The inputs of cells that run again, with their versions.
-        self._inputs_of: dict[tuple[int, int], tuple[Sequence[Leaf | Rested], list[int]]] = {}
+        self._inputs_of: dict[tuple[int, int], tuple[Sequence[Kept], list[int]]] = {}
 
-    def _entering(self, batch: Batch) -> tuple[Batch, list[Leaf | Rested], list[Source | None]]:
+    def _entering(self, batch: Batch) -> tuple[Batch, list[Kept], list[Source | None]]:
         """Return an input whose leaves have no history."""
         leaves = [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in batch.leaves]
         sources: list[Source | None] = [None] * len(leaves)
@@ -218,11 +220,10 @@ class _MicroBatches:
         cell = last or LayersCell(i, column)
         try:
             batch, values, sources = self._values.pop((i, j))
-            leaves = _brought(column.arriving, i, values)
+            leaves = _arrived(column.arriving, i, values)
             for portal in column.receiving:
                 skip, source = self._skips.pop((i, portal.key))
-                leaves += _brought(portal.route, i, [skip])
-                values.append(skip)
+                leaves += _arrived(portal.route, i, [skip])
                 sources.append(source)
             cell.begin(batch)
             with self._random_numbers.of(i, column.stream.device):
@@ -234,61 +235,53 @@ class _MicroBatches:
                     cell.sources = [
                         source for source, x in zip(sources, leaves) if source and x is not None and x.requires_grad
                     ]
-                    outputs = self._run(cell, values, leaves, recomputes=recomputes)
+                    outputs = self._run(cell, leaves, recomputes=recomputes)
                     if last is not None and cell.recomputes:
                         last.differentiate_loss(outputs)
                     self._cells[i, j], exports = cell, cell.exports
             self._aliases.verify_returned(outputs, column.where)
             mark_ready(column.leaving, i)
-            now = Action("F", i, j)
             if last is not None:
                 grads, last.grads = last.grads, ()
-                for end, grad in zip(exports, self._let_rest(grads, grads, now, Action("B", i, j))):
+                for end, grad in zip(exports, self._keep(grads, i, j, "B", j)):
                     if end is not None:
                         end.add(grad)
                 return
             width = len(outputs) - len(column.sending)
             for portal, leaf, end in zip(column.sending, outputs[width:], exports[width:]):
-                (skip,) = self._let_rest([leaf], [leaf], now, Action("F", i, self._poppers[portal.key]))
+                (skip,) = self._keep((leaf,), i, j, "F", self._poppers[portal.key])
                 self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
             route = self.columns[j + 1].arriving
             self._values[i, j + 1] = (
                 cell.end(()),
-                self._let_rest(outputs[:width], outputs[:width], now, Action("F", i, j + 1)),
+                self._keep(outputs[:width], i, j, "F", j + 1),
                 [None if end is None else (route, end) for end in exports[:width]],
             )
         except BaseException as error:
             column.note(error, i, "forward")
             raise
 
-    def _run(self, cell: LayersCell, values: Sequence[Leaf | Rested], leaves: Leaves, *, recomputes: bool) -> Leaves:
+    def _run(self, cell: LayersCell, leaves: Leaves, *, recomputes: bool) -> Leaves:
         """Run the layers of a cell, keep the input of one that runs again, and return the outputs.
 
         Args:
             cell: the cell
-            values: the input as it has come, in host memory or not
-            leaves: the input where it is needed
+            leaves: the input
             recomputes: whether to run again, if there is anything to differentiate
         """
         i, j = cell.i, cell.column.j
         recomputes = recomputes and cell.column.needs_grad(leaves)
         outputs = cell.forward(leaves, recomputes=recomputes)
         if recomputes:
-            kept = self._let_rest(values, leaves, Action("F", i, j), Action("B", i, j))
-            self._inputs_of[i, j] = kept, versions(_at_hand(kept))
+            kept = self._keep(leaves, i, j, "B", j)
+            self._inputs_of[i, j] = kept, versions(resident(kept))
         return tuple([x if x is None else x.requires_grad_(end is not None) for x, end in zip(outputs, cell.exports)])
 
-    def _let_rest(
-        self, values: Sequence[Leaf | Rested], leaves: Sequence[Leaf], now: Action, until: Action
-    ) -> list[Leaf | Rested]:
-        """Return leaves, or where they rest until an action; those that have been in host memory are there."""
-        resting = resting_of(self._aliases)
-        if resting is None:
-            return [*leaves]
-        return [
-            None if leaf is None else resting.rest(leaf, now, until, value if isinstance(value, Rested) else None)
-            for value, leaf in zip(values, leaves)
-        ]
+    def _keep(self, leaves: Leaves, i: int, j: int, kind: Literal["F", "B"], until: int) -> list[Kept]:
+        """Return what is kept of the leaves of cell (i, j) until an action of column ``until``."""
+        now: Half = ("F", i, j)
+        then: Half = (kind, i, until)
+        return [self.residence.keep(leaf, now, then) for leaf in leaves]
 
     def recompute(self, i: int, j: int) -> None:
         """See `ProgramFront.recompute`.
@@ -300,7 +293,7 @@ class _MicroBatches:
             return  # There is nothing to differentiate.
         kept, before = self._inputs_of.pop((i, j))
         self._recomputed = True
-        if versions(_at_hand(kept)) != before:
+        if versions(resident(kept)) != before:
             error = RuntimeError(
                 f"{self.columns[j].where} cannot be recomputed, because its input was changed in place after it ran, "
                 "perhaps by a later layer that was given a view of it; return a copy (output.clone()), or use "
@@ -309,7 +302,7 @@ class _MicroBatches:
             self.columns[j].note(error, i, "recomputation")
             raise error
         with self._random_numbers.backward(self.columns[j].stream.device):
-            self._cells[i, j].recompute_ahead(tuple([awake(leaf) for leaf in kept]))
+            self._cells[i, j].recompute_ahead(tuple(map(restored, kept)))
 
     def cell(self, i: int, j: int, *, last: bool) -> LayersCell:
         """See `ProgramFront.cell`."""
@@ -325,15 +318,11 @@ class _MicroBatches:
         """See `Front.cancel`."""
 
 
-def _brought(route: Route | None, i: int, values: Sequence[Leaf | Rested]) -> Leaves:
-    """Return values of micro-batch ``i`` where they are needed, whether they rest, or come by a route."""
-    plain = _at_hand(values)
-    moved = iter(plain if route is None else copy_forward(route, i, plain))
-    return tuple([value.get() if isinstance(value, Rested) else leaf for value, leaf in zip(values, moved)])
-
-
-def _at_hand(values: Sequence[Leaf | Rested]) -> Leaves:
-    return tuple([None if isinstance(value, Rested) else value for value in values])
+def _arrived(route: Route | None, i: int, kept: Sequence[Kept]) -> Leaves:
+    """Return what is kept of micro-batch ``i`` where it is needed: restored there, or copied by a route."""
+    leaves = resident(kept)
+    moved = leaves if route is None else copy_forward(route, i, leaves)
+    return tuple([restored(one) if leaf is None else leaf for one, leaf in zip(kept, moved)])
 
 
 class _LastCell(LayersCell):

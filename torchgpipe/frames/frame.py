@@ -19,7 +19,7 @@ A pipeline with one column needs no threads and no imports: its frames run in th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,17 +27,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchgpipe.cell.cell import Cell
-from torchgpipe.devices.torch_internals import without_function_mode
+from torchgpipe.devices.torch_internals import storage_key, without_function_mode
 from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, this_thread, visiting
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, begins_at_an_import, on_device
 from torchgpipe.frames.imports import Imports
-from torchgpipe.frames.rest import FrameRest
+from torchgpipe.frames.recomputed import Keep
 from torchgpipe.frames.settings import name_of
 from torchgpipe.frames.threads import Coroutine, Threads
 from torchgpipe.listener.listener import End
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
+from torchgpipe.offload.residence import Residence
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.generator_locks import own_locks
 
@@ -54,6 +55,7 @@ class Frame(TorchFunctionMode):
         threads: where frames run; None if they run in the thread that asks
         columns: the columns, and what all frames share
         cells: the cells of the frame, by column; empty if there is no backward
+        residence: which tensors are on their devices
         carried: what the frame takes over from the one before, if they are chunks of one sequence
 
     Attributes:
@@ -61,7 +63,7 @@ class Frame(TorchFunctionMode):
         owner: the identity of the pipeline
         module: the name of the module of the spine that was called last, for errors; '' before the first call
         imports: the imports, which know the column of the frame, and have its cells until it ends
-        rest: what of the frame rests in host memory; None if nothing does
+        callers: the storages of the model's arguments, by key, which are not to be evicted: they are the caller's
     """
 
     def __init__(
@@ -72,17 +74,18 @@ class Frame(TorchFunctionMode):
         threads: Threads | None,
         columns: Columns,
         cells: list[Cell],
-        carried: Carried | None = None,
+        residence: Residence,
+        carried: Carried | None,
     ) -> None:
         super().__init__()
         self.i, self.owner, self.module = i, columns.owner, ""
         self.imports = Imports(i, cells, columns)
-        self.rest: FrameRest | None = None
-        self._begin, self._ambient, self._columns = begin, ambient, columns
+        self.callers: set[int] = set()
+        self._begin, self._ambient, self._columns, self._residence = begin, ambient, columns, residence
         self._cells, self._carried = cells, carried
         # The first one waits for no other: for a file, perhaps.
         patience = columns.patience if i else None
-        self._coroutine = None if threads is None else Coroutine(threads, f"micro-batch {i}", patience)
+        self._coroutine = None if threads is None else Coroutine(threads, i, patience)
         #: The column that the frame has stopped in front of.
         self._wanted = 0
         self._end_of_work: End | None = None
@@ -128,14 +131,10 @@ class Frame(TorchFunctionMode):
             failed = False
         finally:
             self.end_work(failed=failed)
-            # Later frames may run in settings that hold this object, and modules that run again what has rested.
-            self.imports.end()
+            self.imports.end()  # Later frames may run in settings that hold this object.
             if self._carried is not None:
                 self._carried.forget(self.i)
             self._cells, self._carried = [], None
-            if self.rest is not None:
-                self.rest.end()
-                self.rest = None
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
         """Run the model, and pass its output to ``finish`` in the last column."""
@@ -210,17 +209,16 @@ class Frame(TorchFunctionMode):
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Stop at ``door`` until it is the turn of its column, import the arguments, and call the module."""
         self.module = door.name
-        keep = None if self.rest is None else self.rest.keep
         if len(self._columns) == 1:
-            return door.call_module(args, kwargs, keep)
+            return door.call_module(args, kwargs, self._keep)
         imports = self.imports
         if self._is_off:  # Within a module of the spine, whose arguments are imports.
             return self._columns.here(door, imports.column).call_module(args, kwargs)
         with self._without_glue():
             door = self._columns.here(door, imports.column)
-            rest = None if door.column == imports.column else self.rest
-            with nullcontext() if rest is None else rest.until(door.column, (args, kwargs)):
-                self.go_to(door.column, door.name)
+            if door.column != imports.column:
+                with self._evicted(door.column, (args, kwargs)):
+                    self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if imports.column and imports.are_needed:
                 exchanged = Exchanged(args, kwargs, imports.import_tensor)
@@ -229,13 +227,30 @@ class Frame(TorchFunctionMode):
                     if is_cache(value):
                         _import_layers(value, door.layers, imports.import_tensor)
             self.begin_work()  # Here, as an accelerator has waited for the arguments before.
-            output = door.call_module(args, kwargs, keep)
+            output = door.call_module(args, kwargs, self._keep)
             if exchanged is not None:
                 exchanged.hand_over()
             if self._columns.copies:
                 for _, tensor in each(output):
                     imports.mark_made(tensor)
             return output
+
+    @property
+    def _keep(self) -> Keep | None:
+        """What returns what is kept of an argument until its module runs again; None if that is the argument."""
+        if not self._residence.has_copies:
+            return None
+        i, j, keep = self.i, self.imports.column, self._residence.keep
+        # Cells share tensors without grad, such as masks.
+        return lambda tensor: keep(tensor, ("F", i, j), ("B", i, j)) if tensor.requires_grad else tensor
+
+    def _evicted(self, column: int, value: Any) -> AbstractContextManager[object]:
+        """Evict the tensors in ``value`` in a ``with`` block, in which the frame waits for the turn of ``column``.
+
+        The model passes them from one module to the next, and holds them. Their memory is not the caller's.
+        """
+        own = (tensor for _, tensor in each(value) if tensor.requires_grad and storage_key(tensor) not in self.callers)
+        return self._residence.evicted(own, ("F", self.i, self.imports.column), ("F", self.i, column))
 
     # -------------------------------------------------------------------------------------------------------- its glue
 

@@ -22,7 +22,6 @@ from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, versions
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.transport.route import copy_forward, mark_ready
 
 __all__ = ["Imports"]
@@ -60,8 +59,7 @@ class Imports:
         self.i, self.column = i, 0
         self._cells, self._columns, self._aliases = cells, columns, columns.aliases
         self._copies = columns.copies
-        is_offloaded = isinstance(columns.aliases, OffloadedAliases)
-        self.are_needed = len(columns) > 1 and (bool(cells) or self._copies or is_offloaded)
+        self.are_needed = len(columns) > 1 and (bool(cells) or self._copies or not self._aliases.all_resident)
         #: By the id of a tensor, and whether a graph was recorded.
         self._imports: dict[tuple[int, bool], _Import] = {}
         #: The columns that were entered, and for each, the sequence number of the first autograd node made there.

@@ -51,12 +51,14 @@ class Arguments(NamedTuple):
     def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> Arguments:
         """Return the arguments with every tensor replaced by ``change(tensor)``; the same object if none is changed.
 
+        Tensors in objects of the user's classes, such as batches of graphs, are replaced, too.
+
         Args:
             change: maps tensors
             caches: whether to look into caches as well
         """
         before = tuple(self)
-        changed = mapped(before, change, caches=caches)
+        changed = mapped(before, change, caches=caches, objects=True)
         return self if changed is before else Arguments(*changed)
 
     def with_values(self, values: Sequence[Any]) -> Arguments:
@@ -82,6 +84,7 @@ def arguments_of(sample: Any) -> Arguments:
     raise TypeError(
         "sample must be the arguments of one micro-batch: a tuple of positional ones, a dict of keyword ones, or "
         f"(tuple, dict), but got {type(sample).__name__}; for a model that takes one such argument, give (sample,)"
+        "; in MicroBatches, [(batch_1,), (batch_2,), ...]"
     )
 
 
@@ -176,7 +179,8 @@ class Splitter:
             raise ValueError(
                 f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
             )
-        self.given = {name for name, value in named.items() if value is not None}
+        self.given: set[str] = set()
+        self.see(sample)
         # No tensors, or every copy and pickle of the model would have the sample.
         self._parts = [_Part.of(path, value) for path, value in parts]
         self.read(self.readings[0] if self.readings else Reading("", 0, False))
@@ -194,13 +198,17 @@ class Splitter:
                 else:
                     self._split.update(dict.fromkeys(inner, False))
 
+    def see(self, sample: Arguments) -> None:
+        """Note the names of the arguments that a micro-batch of the sample gives."""
+        self.given.update([name for name, value in self._named(sample) if value is not None])
+
     def names(self, arguments: Arguments) -> dict[str, Any]:
         """Return arguments by their names."""
         return dict(self._named(arguments))
 
     def tensors(self, arguments: Arguments) -> dict[str, Tensor]:
         """Return the tensors among arguments by their paths."""
-        return dict(each(self.names(arguments)))
+        return dict(each(self.names(arguments), objects=True))
 
     def rows_of(self, arguments: Arguments) -> int:
         """Return the number of rows of a mini-batch; 0 if there is nothing to split."""
@@ -287,7 +295,7 @@ class Splitter:
         kinds = [f"'{name}' is {_kind(value)}" for name, value in self._chunked(arguments) if value is not None]
         return (
             f"there is nothing to split ({', '.join(kinds) or 'no arguments'}); pass dense tensors with the rows in "
-            "dimension 0, or lists with an item for each row"
+            "dimension 0, or lists with an item for each row, or several batches in torchgpipe.MicroBatches([...])"
         )
 
     def _named(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
@@ -354,6 +362,18 @@ class SplitBatch:
         """The arguments of each micro-batch by their names."""
         return [self.splitter.names(part) for part in self.parts]
 
+    @cached_property
+    def new_numbers(self) -> list[str]:
+        """The names of the numbers among the arguments that the sample did not give."""
+        known = {*self.splitter.given, "num_items_in_batch"}
+        given = [item for named in (self.named if self.given else self.named[:1]) for item in named.items()]
+        numbers = {
+            name
+            for name, value in given
+            if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
+        }
+        return sorted(numbers - known)
+
     @property
     def carried(self) -> CarriedCache | None:
         """What the micro-batches hand on, if they are chunks of one sequence."""
@@ -385,14 +405,20 @@ def window_of(arguments: Arguments) -> MicroBatches | None:
     if len(values) > 1 or arguments.kwargs:
         raise TypeError(
             "MicroBatches must be the only argument, and each of them all arguments of a micro-batch: a tuple of "
-            "positional ones, a dict of keyword ones, or (tuple, dict)"
+            "positional ones, a dict of keyword ones, or (tuple, dict); give a step the targets of loss_fn by name, "
+            "target=MicroBatches([...])"
         )
     return windows[0]
 
 
 def _rows(arguments: Arguments) -> int:
     """Return the rows of the first tensor that has any; 0 if none has."""
-    return next((tensor.size(0) for _, tensor in each(tuple(arguments)) if tensor.dim()), 0)
+    for value in (*arguments.args, *arguments.kwargs.values()):
+        # Most are tensors, and a walk through a container takes as long as an operation.
+        for tensor in [value] if isinstance(value, Tensor) else [tensor for _, tensor in each(value, objects=True)]:
+            if tensor.dim():
+                return tensor.size(0)
+    return 0
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
-from torchgpipe.devices.torch_internals import forget_parametrizations, versions
+from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.drive.executor import Executor
@@ -31,12 +31,10 @@ from torchgpipe.frames.door import visiting
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments
-from torchgpipe.frames.rest import FrameRest
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor
 from torchgpipe.model.values import each
-from torchgpipe.offload.aliases import OffloadedAliases, resting_of
-from torchgpipe.offload.residence import watch
+from torchgpipe.offload.residence import residence_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
@@ -72,7 +70,6 @@ class MiniBatch:
 
     Attributes:
         aliases: the aliases of the model's parameters
-        watches: whether to look at each operation on weights that live in host memory
         columns: the columns
         random_numbers: the random numbers
     """
@@ -95,9 +92,11 @@ class MiniBatch:
         self.columns, self.aliases = columns, columns.aliases
         self._m, self._n = len(inputs), len(columns)
         self.random_numbers = random_numbers
-        #: The aliases, if each operation on them is looked at.
-        self._watched = self.aliases if verified is not None and isinstance(self.aliases, OffloadedAliases) else None
-        self.watches = self._watched is not None
+        streams = [column.stream for column in columns]
+        # Each column is a partition by itself.
+        self._residence = residence_of(
+            self.aliases, streams, range(self._n), columns.listener, watches=verified is not None
+        )
         self._verified = verified or (lambda: None)
         self._facts = facts
         self._model = model
@@ -114,7 +113,8 @@ class MiniBatch:
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
         self._frames = [
-            Frame(i, self._run_frame, self._ambient, self._threads, columns, cells[i], carried) for i in range(self._m)
+            Frame(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence, carried)
+            for i in range(self._m)
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
@@ -123,7 +123,7 @@ class MiniBatch:
     # ------------------------------------------------------------------------------------------------- the program
 
     def _executor(self) -> Executor:
-        return Executor(self, self._ambient, self._facts, self.aliases)
+        return Executor(self, self._ambient, self._facts, self._residence)
 
     def run(self) -> None:
         """Run the whole program.
@@ -204,7 +204,7 @@ class MiniBatch:
         streams, first = self.columns.streams, self.columns.devices[0]
         self._callers = [
             (weakref.ref(tensor), versions([tensor])[0])
-            for _, tensor in each(inputs)
+            for _, tensor in each(inputs, objects=True)
             if (device := streams.device_of(tensor)) is None or not streams.moves(device, first)
         ]
 
@@ -247,10 +247,8 @@ class MiniBatch:
         assert taken is not None
         arguments = [taken.mapped(lambda tensor: self._cut(i, tensor)) if cells else taken]
         del taken  # The model alone holds its arguments.
-        resting = resting_of(self.aliases)
-        if resting is not None:
-            streams = [column.stream for column in self.columns]
-            frame.rest = FrameRest(frame.imports, resting, streams, tuple(arguments[0]))
+        if self._residence.has_copies:
+            frame.callers = {storage_key(tensor) for _, tensor in each(tuple(arguments[0]))}
 
         def model() -> Any:
             assert self._forward is not None
@@ -261,14 +259,11 @@ class MiniBatch:
 
         def finish(output: Any) -> None:
             assert self._finish is not None
-            if isinstance(self.aliases, OffloadedAliases):
-                where = f"micro-batch {i} of the model"
-                self.aliases.verify_returned([tensor for _, tensor in each(output)], where)
+            self.aliases.verify_returned((tensor for _, tensor in each(output)), f"micro-batch {i} of the model")
             self._finish(i, frame.import_value(output), cells[-1].export if cells else None)
 
-        # In a thread of its own, a frame does not run in the modes of a worker.
-        watched = self._watched if self._threads is not None else None
-        with nullcontext() if watched is None else watch(watched, lambda: frame.column):
+        # Here, too: in a thread of its own, a frame does not run in the modes of a worker.
+        with self._residence.watched(lambda: frame.column):
             frame.run(model, finish)
         for j, cell in enumerate(cells if self._verifies else []):
             cell.span = frame.imports.span(j)
@@ -302,7 +297,7 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, j: int) -> Iterator[None]:
         """See `ProgramFront.differentiating`."""
-        visitor = visiting(RecomputationVisitor(self.columns, j)) if self._threads is not None else nullcontext()
+        visitor = visiting(RecomputationVisitor(self.columns, j))
         with self.random_numbers.backward(self.columns.devices[j]), visitor, self.aliases.filled(j):
             yield
 

@@ -9,7 +9,7 @@ from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.frames.settings import Settings, iterate_tensors
 from torchgpipe.model.placement import give_memory, move_parameter
-from torchgpipe.offload.host_memory import verify_home
+from torchgpipe.offload.verify import verify_home
 
 __all__ = ["move"]
 

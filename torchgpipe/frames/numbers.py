@@ -31,8 +31,18 @@ __all__ = ["compute_shares", "find_rule", "has_item_count", "joiner", "list_rule
 
 
 def has_item_count(batch: SplitBatch) -> bool:
-    """Return whether a mini-batch says how many labels the loss is divided by."""
-    return any([named.get("num_items_in_batch") is not None for named in batch.named])
+    """Return whether a mini-batch says how many labels the loss is divided by.
+
+    Raises:
+        ValueError: some micro-batches say it, and others do not.
+    """
+    says = {named.get("num_items_in_batch") is not None for named in batch.named}
+    if len(says) > 1:
+        raise ValueError(
+            "num_items_in_batch is in some of the MicroBatches only, so some losses would be shares of the mini-batch, "
+            "and others means; give it in all of them or in none"
+        )
+    return says == {True}
 
 
 def list_rules(settings: Settings) -> list[Rule]:
@@ -65,16 +75,11 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
     Raises:
         ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
     """
-    new = [
-        name
-        for name, value in batch.named[0].items()
-        if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
-        if name not in {*batch.splitter.given, "num_items_in_batch"}
-    ]
-    if new and len(batch.sizes) > 1 and len(list_rules(settings)) > 1 and _own_weights(batch) is None:
+    if batch.new_numbers and len(batch.sizes) > 1 and len(list_rules(settings)) > 1 and _own_weights(batch) is None:
+        more = "" if batch.window is None else ", or give MicroBatches weights"
         raise ValueError(
-            f"how the output '{path}' of micro-batches is joined may depend on {new}, which the sample did not give; "
-            "give pipelined a sample with it, or reduce='sum', if micro-batches are to be added up"
+            f"how the output '{path}' of micro-batches is joined may depend on {batch.new_numbers}, which the sample "
+            "did not give; give pipelined a sample with it, or reduce='sum', if micro-batches are to be added up" + more
         )
 
 

@@ -20,6 +20,7 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
 from torchgpipe.graph.function import Function
+from torchgpipe.model.given import refuse_strided_nested
 from torchgpipe.model.values import each, mapped
 
 __all__ = ["Exported", "Outer"]
@@ -52,6 +53,7 @@ class Exported:
         if not pairs:
             return self._outputs
         tensors, exports = zip(*pairs)
+        refuse_strided_nested(tensors)
         inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
         trained = _trained_by(mini_batch)
         outer = iter(Outer.apply(mini_batch, trained, exports, *tensors, *trained, *inputs))

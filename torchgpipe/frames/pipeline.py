@@ -30,11 +30,12 @@ from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece
-from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
+from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
+from torchgpipe.model.given import order_of
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
@@ -42,7 +43,7 @@ from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
 from torchgpipe.offload.host_memory import HostMemory
-from torchgpipe.offload.residence import OnDemand
+from torchgpipe.offload.residence import on_demand
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
 from torchgpipe.transport.copier import copier
@@ -89,7 +90,7 @@ class Pipeline:
         identity: stands for this pipeline where a reference to it would be a cycle
         streams: the source of streams; a test can exchange it
         recorder: the listener to what runs when, if there is one
-        host_memory: takes weights to devices, if they live in host memory
+        host_memory: transfers weights to devices, if they live in host memory
     """
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
@@ -184,7 +185,7 @@ class Pipeline:
 
         m = len(batch.sizes)
         if batch.carried is None:
-            actions = program_of(settings.schedule, m, places_of(settings.devices))
+            actions = program_of(settings.schedule, m, places_of(settings.devices), order_of(batch.window))
         else:
             actions = self._in_two_halves(m)  # Keys get gradients from all later chunks, so these come first.
 
@@ -210,7 +211,7 @@ class Pipeline:
         So methods of the model beside forward run on several devices, as far as they call modules of the spine.
         """
         if self.host_memory is not None:
-            return self._call_from_host_memory(door, args, kwargs)
+            return self._call_from_host_memory(self.host_memory, door, args, kwargs)
         devices, streams = self.settings.devices, self.streams
         device = devices[door.column]
         places = [streams.device_of(tensor) for _, tensor in each((args, kwargs))]
@@ -222,7 +223,7 @@ class Pipeline:
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(sources[0])) if sources[0] in devices else output
 
-    def _call_from_host_memory(self, door: Door, args: Any, kwargs: Any) -> Any:
+    def _call_from_host_memory(self, memory: HostMemory, door: Door, args: Any, kwargs: Any) -> Any:
         """Call a module of the spine while its weights are on its device, without a graph."""
         modules, column = list(door.module.modules()), door.column
         if torch.is_grad_enabled() and any([parameter.requires_grad for parameter in door.module.parameters()]):
@@ -233,16 +234,15 @@ class Pipeline:
         slots = [(child, name, column) for child in modules for name in child._parameters]
         devices, computing = self.settings.devices, self._computing()
         with self._lock:
-            aliases = self._aliases_of(slots, backward=False)
-            assert isinstance(aliases, OffloadedAliases)
+            aliases = OffloadedAliases(slots, devices, self.streams, self._lock, backward=False, host_memory=memory)
             with (
                 aliases.installed(),
                 visiting(InOnePiece(devices, self.streams, self.identity)),
-                OnDemand(aliases, computing),
+                on_demand(aliases, computing),
                 computing[column].use(),
             ):
                 output = door.call_exchanged(args, kwargs, self.to(devices[column]))
-            aliases.verify_returned([tensor for _, tensor in each(output)], f"'{door.name}'")
+            aliases.verify_returned((tensor for _, tensor in each(output)), f"'{door.name}'")
         return output
 
     # ------------------------------------------------------------------------------------------------------- pieces
@@ -294,17 +294,8 @@ class Pipeline:
         """
         self.prepare(recomputes=not alone)
         slots = [(child, name, column) for ref, name, column in self._slots if (child := ref()) is not None]
-        devices = self.settings.devices
-        if self.host_memory is not None:
-            self.host_memory.keep_frozen(weights_of(slots), devices)
+        devices, memory = self.settings.devices, self.host_memory
         watched = not alone and (watches or self.settings.study.keeps_tensors or self._has_hooks)
-        return self._aliases_of(slots, backward=backward, watched=watched)
-
-    def _aliases_of(self, slots: Sequence[Slot], *, backward: bool, watched: bool = False) -> Aliases:
-        memory = self.host_memory
-        if memory is not None:
-            memory.streams = self.streams
-        devices = self.settings.devices
         return make_aliases(slots, devices, self.streams, self._lock, memory, backward=backward, watched=watched)
 
     def _in_two_halves(self, m: int) -> Program:
@@ -351,7 +342,7 @@ class Pipeline:
             random_numbers,
             actions,
             backward=backward,
-            verified=self._to_verify(inputs[0], modes, backward=backward),
+            verified=self._to_verify(inputs if batch.given else inputs[:1], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
             carried=self._carried(batch),
         )
@@ -363,10 +354,16 @@ class Pipeline:
         doors = [own_call(child) for ref, _, _ in self._doors if (child := ref()) is not None]
         return Carried(batch.carried, [(door.column, door.layers) for door in doors if isinstance(door, Door)])
 
-    def _to_verify(self, part: Arguments, modes: Any, *, backward: bool) -> Callable[[], None] | None:
-        """Return what notes that such a mini-batch is verified; None if one was before."""
-        names = tuple([name for name, value in part.kwargs.items() if value is not None])
-        key = backward, self._structure, modes, len(part.args), names
+    def _to_verify(self, parts: Sequence[Arguments], modes: Any, *, backward: bool) -> Callable[[], None] | None:
+        """Return what notes that such a mini-batch is verified; None if one was before.
+
+        Args:
+            parts: the arguments of micro-batches, which may take different ways through the model
+            modes: the modes of its modules
+            backward: whether backward follows
+        """
+        given = [(len(args), *[name for name, value in kwargs.items() if value is not None]) for args, kwargs in parts]
+        key = backward, self._structure, modes, frozenset(given)
         return None if key in self._verified else lambda: self._verified.add(key)
 
     def to(self, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -474,7 +471,7 @@ class Pipeline:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
         with self.in_one_piece(backward=False) as aliases:
             output = self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
-            aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+            aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
             return output
 
     @contextmanager
@@ -490,7 +487,7 @@ class Pipeline:
             self.aliased(backward=backward, alone=True) as aliases,
             visiting(visitor),
             visitor if self._copies() else nullcontext(),
-            OnDemand(aliases, self._computing()) if isinstance(aliases, OffloadedAliases) else nullcontext(),
+            on_demand(aliases, self._computing()),
         ):
             try:
                 yield aliases
@@ -504,6 +501,7 @@ class Pipeline:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
         numbers = NumbersOfProof()
+        batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(
             batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience
         )

@@ -37,7 +37,7 @@ from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches, verify_independent
 from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.settings import verify_chunks
-from torchgpipe.offload.host_memory import verify_fits, verify_home, verify_offload
+from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
 from torchgpipe.schedule import Schedule, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
@@ -96,7 +96,8 @@ def pipelined(
     Args:
         module: the model; its parameters are moved to their devices
         sample: the arguments of one micro-batch, of any number of rows: a tuple, a dict, or (tuple, dict); or
-            :class:`MicroBatches`, best two that differ: then mini-batches are never split
+            :class:`MicroBatches`, best two that differ: then mini-batches are never split, and the first shows what the
+            model calls
         chunks: the number of micro-batches to split a mini-batch into, as :func:`torch.chunk` does; without use where
             the sample is :class:`MicroBatches`
         devices: the device of each partition (default: all accelerators of the machine, or a partition for each core)
@@ -227,6 +228,8 @@ def _pipelined(
         may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
     )
+    for batch in window or ():
+        settings.study.splitter.see(arguments_of(batch))
     if offload:
         verify_fits(_sizes(module, settings), slots)
     verify_fitting(settings, schedule)
@@ -235,7 +238,9 @@ def _pipelined(
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
         try:
             with _telling():
-                proved = arguments if window is None else Arguments((window,), {})
+                # One micro-batch twice, or no frame would meet another.
+                several = window if window is None or len(window) > 1 else MicroBatches([*window, *window])
+                proved = arguments if several is None else Arguments((several,), {})
                 _prove(runs, proved, target, verifies=verify is not False)
         except BaseException as error:
             if ran_out_of_memory(error):

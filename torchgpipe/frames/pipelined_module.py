@@ -229,8 +229,8 @@ class _Pipelined(nn.Module):
         said = [super().extra_repr()]
         said += [f"pipelined: balance={settings.layout.balance}, devices={devices}, chunks={settings.chunks}"]
         if settings.offload is not None:
-            slots, _, rests = settings.offload
-            said += [f"offload={True if rests else 'weights'!r}, slots={slots}"]
+            slots, _, activations = settings.offload
+            said += [f"offload={True if activations else 'weights'!r}, slots={slots}"]
         return ", ".join(filter(None, said))
 
 

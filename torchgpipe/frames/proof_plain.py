@@ -112,8 +112,7 @@ class PlainSide(Proof, ABC):
         to_device = self._pipeline.to(self._devices[0])
         args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._model._torchgpipe_forward(*args, **kwargs)
-        if self._pipeline.host_memory is not None:
-            self._aliases.verify_returned([tensor for _, tensor in each(output)], "the model")
+        self._aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
         return output
 
     def tensors(self, output: Any) -> Iterator[tuple[str, Tensor]]:
@@ -178,7 +177,10 @@ class PlainSide(Proof, ABC):
         first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
         remedy = f"dimension 0 of '{batch}' is not the batch"
         remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
-        return f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1"
+        return (
+            f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1, or whole batches as "
+            "micro-batches, in torchgpipe.MicroBatches([...])"
+        )
 
     def _decisions(self) -> str:
         return f"by the sample: {self._settings.study.splitter.decisions()}"

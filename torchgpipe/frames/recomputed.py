@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use, versions
 from torchgpipe.model.values import copied, each, mapped
-from torchgpipe.offload.resting import Rested
+from torchgpipe.offload.host_copies import HostCopy, restored
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers, Run
@@ -30,8 +30,8 @@ from torchgpipe.replay.runs import Layers, Run
 __all__ = ["Keep", "recomputed"]
 
 
-#: What to keep of a tensor until the second run: the tensor, or where it rests.
-Keep = Callable[[Tensor], Tensor | Rested]
+#: What to keep of a tensor until the second run: the tensor, or its host copy.
+Keep = Callable[[Tensor], Tensor | HostCopy]
 
 
 def recomputed(
@@ -83,8 +83,8 @@ class _Runs:
     ) -> None:
         modules = list(module.modules())
         self._name, self._call, self._keep = name, call, keep
-        #: What stands for arguments that rest, each with what it stands for.
-        self._rested: dict[Tensor, Rested] = {}
+        #: What stands for arguments that have host copies, each with its host copy.
+        self._copies: dict[Tensor, Tensor | HostCopy] = {}
         self._first: tuple[Any, Any] | None = (args, kwargs)
         # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
         self._args, self._kwargs = copied(args), copied(kwargs)
@@ -127,23 +127,23 @@ class _Runs:
         if self._run.is_compared:
             self._run.note(_tensors(output))
         if self._keep is not None:
-            self._args, self._kwargs = self._exchanged(self._let_rest)
+            self._args, self._kwargs = self._exchanged(self._kept)
             self._keep = None  # It leads to the frame.
             self._inputs = _tensors((self._args, self._kwargs))
         self._versions = versions(self._inputs)
         return output
 
-    def _let_rest(self, tensor: Tensor) -> Tensor:
+    def _kept(self, tensor: Tensor) -> Tensor:
         assert self._keep is not None
         kept = self._keep(tensor)
-        if isinstance(kept, Tensor):
-            return kept
+        if kept is tensor:
+            return tensor
         stub = torch.empty(0)
-        self._rested[stub] = kept
+        self._copies[stub] = kept
         return stub
 
-    def _come_back(self, tensor: Tensor) -> Tensor:
-        return self._rested[tensor].get() if tensor in self._rested else tensor
+    def _restored(self, tensor: Tensor) -> Tensor:
+        return restored(self._copies.get(tensor, tensor))
 
     def _exchanged(self, change: Callable[[Tensor], Tensor]) -> Any:
         # A module may ask whether two arguments are one, as attention does.
@@ -188,8 +188,8 @@ class _Runs:
                 self._run.compare(_tensors(output))
 
     def _call_again(self) -> Any:
-        if self._rested:
-            args, kwargs = self._exchanged(self._come_back)
+        if self._copies:
+            args, kwargs = self._exchanged(self._restored)
         else:
             args, kwargs = copied(self._args), copied(self._kwargs)
         return self._call(*args, **kwargs)

@@ -32,16 +32,16 @@ class Coroutine:
 
     Args:
         threads: where it runs
-        name: what runs, for errors
+        i: the number of the micro-batch that runs, for errors
         patience: the seconds after which it is taken to wait for ever, if it only waits; None for no limit
 
     Attributes:
         has_ended: whether the function has returned, or raised
     """
 
-    def __init__(self, threads: Threads, name: str, patience: float | None) -> None:
+    def __init__(self, threads: Threads, i: int, patience: float | None) -> None:
         self.has_ended = False
-        self._threads, self._name, self._patience = threads, name, patience
+        self._threads, self._i, self._patience = threads, i, patience
         self._ident: int | None = None
         self._error: BaseException | None = None
         self._cancelled = False
@@ -80,9 +80,9 @@ class Coroutine:
                 before, computed = computed, seconds_of(self._ident)
             if computed == before:
                 raise WaitsForever(
-                    f"{self._name} waits for ever in {place_of(self._ident)}, while earlier ones have stopped where a "
-                    "partition begins: perhaps the model holds a lock in its forward, which every micro-batch takes; "
-                    "take the lock around the call of the model instead"
+                    f"micro-batch {self._i} waits for ever in {place_of(self._ident)}, while earlier ones have stopped "
+                    "where a partition begins: perhaps the model holds a lock in its forward, which every micro-batch "
+                    "takes; take the lock around the call of the model instead"
                 )
 
     def pause(self) -> None:

@@ -3,7 +3,7 @@
 An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one partition add. A parameter
 that several partitions share has an alias in each of them, so the order of the sum does not depend on the order of
 threads. On another device the alias is a copy, made once for each mini-batch. Where weights live in host memory, an
-alias has memory only while its partition is on its device, see `torchgpipe.offload.aliases`.
+alias has memory only while its partition is resident, see `torchgpipe.offload.aliases`; here all of them always have.
 
 A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
 backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
@@ -78,7 +78,10 @@ class Aliases:
 
     Attributes:
         trained: the parameters that have aliases with gradients, each once
+        all_resident: whether all aliases have memory all the time
     """
+
+    all_resident = True
 
     def __init__(
         self,
@@ -182,11 +185,11 @@ class Aliases:
         """Return the aliases in a partition."""
         return self._in_partition[j]
 
-    def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
-        """Check that no tensor that leaves a partition is a weight whose memory leaves; here none does."""
-
     def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
-        """Check that a tensor has no memory that is there only while another partition is; here none has."""
+        """Check that a tensor has memory while partition ``j`` is resident; here all do."""
+
+    def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
+        """Check that no tensor that leaves a partition is a weight that will be evicted; here none is."""
 
     def verify_unchanged(self, j: int) -> None:
         """Check that no parameter of a partition has changed since its alias was made; here they share the memory."""

@@ -35,6 +35,7 @@ from torchgpipe.graph.function import Edge, Function
 from torchgpipe.graph.phony import get_phony
 from torchgpipe.graph.split_backward import SplitBackward, nodes_below
 from torchgpipe.listener.listener import Kind
+from torchgpipe.model.given import refuse_strided_nested
 
 __all__ = ["CutGraph", "Enter", "Sink", "Told", "differentiated_by_itself", "verify_complete"]
 
@@ -66,6 +67,7 @@ class CutGraph:
 
     def enter(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of other cells, without their history, at the beginning of this graph; one node for all."""
+        refuse_strided_nested(tensors)
         first = self._entrance.count
         self._entrance.count += len(tensors)
         entered: tuple[Tensor, ...] = Enter.apply(self._entrance, first, self.leaf, *tensors)
@@ -79,6 +81,7 @@ class CutGraph:
         told: Told,
         *,
         split: bool = False,
+        settle: Callable[[], object] = lambda: None,
         keep_graph: bool = False,
     ) -> list[Leaf]:
         """Differentiate the graph.
@@ -89,6 +92,7 @@ class CutGraph:
             sink: takes the gradients of the parameters
             told: tells the listener
             split: whether to leave the gradients of the parameters to `differentiate_weights`, if that is possible
+            settle: called before these are added although ``split`` asks to leave them
             keep_graph: whether the graph will be differentiated again
 
         Returns:
@@ -107,11 +111,18 @@ class CutGraph:
                     halves.differentiate_inputs(grads)
                 self._rest = halves.differentiate_weights
             else:
+                if split:
+                    settle()
                 with told("backward"):
                     sink(edges, grads, (self.leaf,) if count else (), keep_graph)
         finally:
             taken = self._entrance.close(outer)
         return [taken.get(k) for k in range(count)]
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a split `differentiate` has left anything."""
+        return self._rest is not None
 
     def differentiate_weights(self, told: Told) -> None:
         """Run what a split `differentiate` has left, if anything."""

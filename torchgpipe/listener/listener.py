@@ -14,8 +14,8 @@ from torchgpipe.schedule import Program
 __all__ = ["NO_MICRO_BATCH", "End", "Heard", "Kind", "Listener", "Place", "Recorder", "recorded", "unheard"]
 
 #: The kinds of work. A step may run the backward of a cell in two halves. A copy goes to a later partition, or brings a
-#: gradient back from there; a wait is the time that the computation waits for such a copy. An upload brings weights, or
-#: what rests, from host memory, and a download takes gradients, or what is to rest, there.
+#: gradient back from there; a wait is the time that the computation waits for such a copy. An upload copies weights or
+#: activations from host memory to a device, and a download gradients or activations to host memory.
 Kind = Literal[
     "forward",
     "recomputation",

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchgpipe.model.sequence import CarriedCache, cut_sequence
+from torchgpipe.model.values import each
 
-__all__ = ["MicroBatches", "to_floats", "verify_independent"]
+__all__ = [
+    "MicroBatches",
+    "length_of",
+    "order_of",
+    "refuse_strided_nested",
+    "to_floats",
+    "verify_independent",
+    "windows",
+]
 
 
-class MicroBatches(Sequence[Any]):
+# No Sequence: what moves and pins batches, such as a DataLoader, would make another of it without the weights.
+class MicroBatches:
     """Mark a list of batches that are the micro-batches of one mini-batch, such as a window of accumulation. ::
 
         model = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), balance=[1, 1])
@@ -30,13 +41,23 @@ class MicroBatches(Sequence[Any]):
             of positional arguments, a dict of keyword arguments, or (tuple, dict)
         weights: the weight of each in the loss of a step, which is their weighted mean (default: as for a mini-batch
             that was split: the labels that count, or the rows in dimension 0 of the first tensor)
+        order: the order in which a step runs the micro-batches of its input: as they come, or ``'longest'``: the
+            longest in the middle, by the elements of the first tensor of each, and towards both ends shorter and
+            shorter ones. Devices wait for each other where neighbours differ. Losses, values and random numbers are
+            those of the order in which the micro-batches come; gradients are added in the order in which they run
 
     Raises:
         TypeError: ``batches`` is one batch, or holds ``MicroBatches``.
-        ValueError: there is no batch, or the weights do not fit.
+        ValueError: there is no batch, the weights do not fit, or there is no such order.
     """
 
-    def __init__(self, batches: Iterable[Any], *, weights: Iterable[float | Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        *,
+        weights: Iterable[float | Tensor] | None = None,
+        order: Literal["longest"] | None = None,
+    ) -> None:
         if isinstance(batches, (Tensor, Mapping, str)):
             raise TypeError(
                 f"MicroBatches takes a list of batches, but got one {type(batches).__name__}; give "
@@ -54,6 +75,9 @@ class MicroBatches(Sequence[Any]):
                 raise ValueError(f"MicroBatches has {len(self.batches)} batches, but {len(self.weights)} weights")
             if not all([0 <= weight < math.inf for weight in self.weights]) or not sum(self.weights):
                 raise ValueError(f"weights must be 0 or more, and not all 0, but are {self.weights}")
+        if order not in ("longest", None):
+            raise ValueError(f"order must be 'longest', or None for micro-batches as they come, but got {order!r}")
+        self.order = order
 
     @classmethod
     def of_sequence(cls, batch: Mapping[str, Any], chunks: int | Sequence[int], cache: Any) -> MicroBatches:
@@ -79,13 +103,7 @@ class MicroBatches(Sequence[Any]):
         window.carried = carried
         return window
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: int) -> Any:
         return self.batches[index]
 
     def __len__(self) -> int:
@@ -108,6 +126,66 @@ def verify_independent(window: MicroBatches | None, where: str) -> None:
         raise TypeError(
             f"{where} cannot take MicroBatches.of_sequence, whose chunks depend on each other; give them to a call or "
             "a step of a model that torchgpipe.pipelined has made of an ordinary sample"
+        )
+
+
+class windows:
+    """Group batches into windows of accumulation, each the micro-batches of one step. ::
+
+        model = GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), balance=[1, 1], loss_fn=nn.functional.mse_loss)
+        loader = [(torch.randn(rows, 8), torch.randn(rows, 2)) for rows in (1, 3, 2)]
+        for window in windows(loader, 2):
+            inputs, targets = zip(*window)
+            loss = model.step(MicroBatches(inputs), target=MicroBatches(targets))
+
+    It yields :class:`MicroBatches`, has a length if the loader has one, and may be run through as often as the loader.
+
+    Args:
+        batches: a loader, or any iterable
+        size: the number of batches in a window; the last one may have fewer
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+    """
+
+    def __init__(self, batches: Iterable[Any], size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a window has one batch or more, but got size={size}")
+        self._batches, self._size = batches, size
+
+    def __iter__(self) -> Iterator[MicroBatches]:
+        batches = iter(self._batches)
+        while window := [*islice(batches, self._size)]:
+            yield MicroBatches(window)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self._batches) / self._size)  # type: ignore[arg-type]
+
+
+def length_of(batch: Any) -> int:
+    """Return the length of a micro-batch, which its time is taken to grow with: the elements of its first tensor."""
+    return next((tensor.numel() for _, tensor in each((batch,), objects=True)), 0)
+
+
+def order_of(window: MicroBatches | None) -> list[int] | None:
+    """Return the numbers of micro-batches in the order in which a step runs them; None if they run as they come."""
+    if window is None or window.order is None:
+        return None
+    shortest_first = sorted(range(len(window)), key=[length_of(batch) for batch in window].__getitem__)
+    return shortest_first[::2] + shortest_first[1::2][::-1]
+
+
+def refuse_strided_nested(tensors: Iterable[Tensor]) -> None:
+    """Raise if a tensor is nested in the strided layout, which no autograd function of Python can return.
+
+    Raises:
+        TypeError: there is one.
+    """
+    if any([tensor.is_nested and tensor.layout is torch.strided for tensor in tensors]):
+        raise TypeError(
+            "a nested tensor of layout torch.strided cannot pass from partition to partition with its gradient, nor "
+            "leave the model: PyTorch has no autograd functions for it; make it with layout=torch.jagged, or pass its "
+            "parts as a list"
         )
 
 

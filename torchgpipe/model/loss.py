@@ -25,6 +25,7 @@ from torchgpipe.model.microbatch import (
     has_an_item_for_each,
     sizes_of,
     split_rows,
+    values_of,
     window_of,
 )
 from torchgpipe.model.settings import verify_functions
@@ -274,7 +275,7 @@ def _given_weights(window: MicroBatches | None, target: Any, whole: bool) -> lis
 
     Raises:
         TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
-        ValueError: there are not as many targets as micro-batches.
+        ValueError: there are not as many targets as micro-batches, or both have weights, which differ.
     """
     targets = target if isinstance(target, MicroBatches) else None
     if window is None and targets is not None:
@@ -287,6 +288,8 @@ def _given_weights(window: MicroBatches | None, target: Any, whole: bool) -> lis
     if window is not None and targets is not None and len(targets) != len(window):
         raise ValueError(f"there are {len(window)} MicroBatches in the input, but {len(targets)} in the target")
     given = [known.weights for known in (window, targets) if known is not None and known.weights is not None]
+    if given and given[0] != given[-1]:
+        raise ValueError(f"the input has weights {given[0]}, and the target {given[-1]}; give them in one of the two")
     return given[0] if given else None
 
 
@@ -390,11 +393,14 @@ class MeanLoss(Losses):
         if not self._values:
             return None
         values = self._values_of(len(self._sizes))
-        return gather(values, "loss_fn") if self._window is None else [batch.value for batch in values]
+        return gather(list(map(_with_rows, values)), "loss_fn") if self._window is None else values_of(values)
 
 
 def _without_graph(values: Any) -> Batch:
     batch = Batch.of(values, "what loss_fn returns beside the loss")
-    leaves = [leaf if leaf is None else leaf.detach() for leaf in batch.leaves]
-    # Of a number for each micro-batch, such as a count, a tensor of shape (micro-batches,) is gathered.
-    return batch.replace(tuple([leaf.reshape(1) if leaf is not None and leaf.dim() == 0 else leaf for leaf in leaves]))
+    return batch.replace(tuple([leaf if leaf is None else leaf.detach() for leaf in batch.leaves]))
+
+
+def _with_rows(batch: Batch) -> Batch:
+    """Return the values of a micro-batch, of which a number becomes a tensor of shape (1,), to be gathered."""
+    return batch.replace(tuple([leaf if leaf is None or leaf.dim() else leaf.reshape(1) for leaf in batch.leaves]))

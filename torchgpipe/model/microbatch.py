@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches, verify_independent
+from torchgpipe.model.given import MicroBatches, refuse_strided_nested, verify_independent
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "sizes_of",
     "split_rows",
     "tell_of_few",
+    "values_of",
     "window_of",
 ]
 
@@ -157,7 +158,17 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
+        if self.spec is None:
+            return self.leaves[0]
+        try:
+            return pytree.tree_unflatten(self.leaves, self.spec)
+        except ValueError as error:
+            if "batch_sizes" in str(error):
+                error.add_note(
+                    "a partition gets all tensors of a value on its device, and a PackedSequence keeps one in host "
+                    "memory; pass padded tensors and their lengths, or use torchgpipe.pipelined"
+                )
+            raise
 
     def replace(self, leaves: Leaves) -> Batch:
         """Return the same structure around other leaves, without skips."""
@@ -211,7 +222,7 @@ def scatter(
 
     leaves, spec = pytree.tree_flatten(value)
     if any([isinstance(leaf, MicroBatches) for leaf in leaves]):
-        return _given(value, leaves, device)
+        return _given(value, leaves, spec, device)
     if not all(leaf is None or isinstance(leaf, (Tensor, NoChunk)) for leaf in leaves):
         raise _unsupported(value, "input", (Tensor, NoChunk, type(None)))
     _check_batch_sizes(value, leaves)
@@ -221,11 +232,12 @@ def scatter(
     return [Batch(row, spec) for row in zip(*columns)]
 
 
-def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[Batch]:
+def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.device | None) -> list[Batch]:
     """Return micro-batches that the caller gives.
 
     Raises:
-        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type.
+        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type, or is
+            nested in the strided layout.
         ValueError: arguments have different numbers of micro-batches.
     """
     windows = [leaf for leaf in leaves if isinstance(leaf, MicroBatches)]
@@ -242,10 +254,17 @@ def _given(value: Any, leaves: list[Any], device: torch.device | None) -> list[B
         )
 
     def batch(i: int) -> Batch:
-        one = pytree.tree_map_only(MicroBatches, lambda window: window[i], value)
-        one = pytree.tree_map_only(NoChunk, lambda whole: whole.tensor, one)
-        made = Batch.of(one, f"micro-batch {i}")
-        return made.replace(tuple([leaf if leaf is None else _move(leaf, device) for leaf in made.leaves]))
+        row = [leaf[i] if isinstance(leaf, MicroBatches) else leaf for leaf in leaves]
+        one = row[0] if value is leaves[0] else pytree.tree_unflatten(row, spec)
+        if isinstance(one, Tensor) and not one.is_nested:
+            return Batch((_move(one, device),))
+        parts, inner = pytree.tree_flatten(one)
+        parts = [part.tensor if isinstance(part, NoChunk) else part for part in parts]
+        if not all([part is None or isinstance(part, Tensor) for part in parts]):
+            raise _unsupported(one, f"micro-batch {i}", (Tensor, NoChunk, type(None)))
+        if torch.is_grad_enabled():
+            refuse_strided_nested([part for part in parts if part is not None])
+        return Batch(tuple([part if part is None else _move(part, device) for part in parts]), inner)
 
     return [batch(i) for i in range(counts[0])]
 
@@ -385,6 +404,11 @@ def gather(batches: list[Batch], source: str = "the last layer") -> Any:
                 f"micro-batch {i}; return the same structure for each"
             )
     return Batch(tuple(map(_concatenate, zip(*(batch.leaves for batch in batches)))), first.spec).value
+
+
+def values_of(batches: list[Batch]) -> list[Any]:
+    """Return the outputs of micro-batches that the caller gives, which are not gathered."""
+    return [batch.value for batch in batches]
 
 
 def _concatenate(column: tuple[Any, ...]) -> Leaf:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "Container",
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 _PLAIN = (int, float, str, bool, type(None))
+
+#: Where PyTorch has the masks of FlexAttention, which hold their tensors as plain objects do.
+_OF_MASKS = "torch.nn.attention.flex_attention"
 
 
 class Container(NamedTuple):
@@ -65,6 +69,10 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
     if isinstance(value, (Tensor, *_PLAIN)):
         return None
     if isinstance(value, (tuple, list)):
+        if isinstance(value, PackedSequence):  # A recurrent layer reads its batch sizes on the host, where they stay.
+            names = ["data", "sorted_indices", "unsorted_indices"]
+            items = [getattr(value, name) for name in names]
+            return Container(kind, names, items, lambda new: kind(new[0], value.batch_sizes, *new[1:]))
         if hasattr(value, "_fields") and isinstance(value, tuple):
             return Container((kind.__name__, value._fields), list(value._fields), list(value), lambda new: kind(*new))
         items = list(value)
@@ -221,18 +229,25 @@ def copied(value: Any, *, objects: bool = True) -> Any:
     return opened.rebuilt([copied(item, objects=objects) for item in opened.items])
 
 
-def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a value and everything in its containers, with their paths; that of the value itself is ``path``."""
+def walk(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield a value and everything in its containers, with their paths; that of the value itself is ``path``.
+
+    Args:
+        value: a value
+        path: its path
+        objects: whether to look into plain objects of the user's classes, too
+    """
     yield path, value
-    opened = container(value)
+    opened = container(value, objects=objects)
     if opened is not None:
+        objects = objects and isinstance(value, (tuple, list, Mapping))  # Objects may refer to each other in a circle.
         for name, item in zip(opened.names, opened.items):
-            yield from walk(item, dotted(path, name))
+            yield from walk(item, dotted(path, name), objects=objects)
 
 
-def each(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def each(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``; 'value' for the value itself."""
-    for where, item in walk(value, path):
+    for where, item in walk(value, path, objects=objects):
         if isinstance(item, Tensor):
             yield where or "value", item
 
@@ -290,7 +305,8 @@ def _is_kind_of_cache(kind: Any) -> bool:
 def _is_plain_object(kind: Any) -> bool:
     """Return whether instances of a class are mere holders of attributes, so that a copy does the same."""
     others = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.ModuleType, BaseException)
-    return not issubclass(kind, others) and kind.__module__.partition(".")[0] not in ("builtins", "torch", "_thread")
+    is_of_torch = kind.__module__.partition(".")[0] in ("builtins", "torch", "_thread")
+    return not issubclass(kind, others) and (not is_of_torch or kind.__module__ == _OF_MASKS)
 
 
 def copy_without_graph(tensor: Tensor) -> Tensor:

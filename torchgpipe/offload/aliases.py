@@ -1,8 +1,8 @@
-"""Aliases of parameters that live in host memory: an alias has memory only while its partition is on its device.
+"""Aliases of parameters that live in host memory: an alias has memory only while its partition is resident.
 
-It keeps its identity meanwhile, so graphs that have saved the alias stay valid. `residence` says when weights come and
-gradients go. Reading an alias without memory would end the process, so what leaves a partition, and at first each
-operation, is looked at.
+It keeps its identity meanwhile, so graphs that have saved the alias stay valid. `residence` says when weights are
+uploaded and evicted. Reading an alias without memory would end the process, so what leaves a partition, and at first
+each operation, is verified.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.gradients.aliases import Aliases, Slot
+from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
 from torchgpipe.gradients.sums import sum_of
-from torchgpipe.offload.host_memory import FrozenCopy, HostMemory, empty
-from torchgpipe.offload.resting import Resting
+from torchgpipe.listener.listener import Heard, unheard
+from torchgpipe.offload.host_memory import FrozenCopy, HostMemory
 
-__all__ = ["OffloadedAliases", "make_aliases", "resting_of"]
+__all__ = ["OffloadedAliases", "make_aliases"]
 
 
 class OffloadedAliases(Aliases):
@@ -30,12 +30,13 @@ class OffloadedAliases(Aliases):
 
     Args:
         slots, devices, streams, lock, backward, watched: see `Aliases`
-        host_memory: takes weights to devices, and gradients back
+        host_memory: transfers weights to devices, and gradients back
 
     Attributes:
         host_memory: see above
-        resting: what waits in host memory, if activations do
     """
+
+    all_resident = False
 
     def __init__(
         self,
@@ -49,49 +50,72 @@ class OffloadedAliases(Aliases):
         host_memory: HostMemory,
     ) -> None:
         self.host_memory = host_memory
-        #: By the key of the storage of an alias: its partition, and a name for errors.
-        places = self._places = dict[int, tuple[int, str]]()
-        # Not `self`: a cycle would keep the model alive.
-        rests = Resting(host_memory, lambda tensor: storage_key(tensor) in places) if host_memory.rests else None
-        self.resting: Resting | None = rests
-        #: Aliases that keep their memory.
-        self._kept: dict[Tensor, FrozenCopy] = {}
-        #: What has come down of the gradient of an alias.
-        self._came_down: dict[Tensor, Tensor] = {}
-        #: What a parameter was when it first went up: its version, and its memory.
+        host_memory.streams = streams or host_memory.streams
+        #: By the key of the storage of an alias: its partition, and the name of its parameter, for errors.
+        self._places: dict[int, tuple[int, str]] = {}
+        self._names: dict[Tensor, str] = {}
+        #: The aliases that are frozen copies, which are not evicted.
+        self._frozen: dict[Tensor, FrozenCopy] = {}
+        #: The gradients of aliases that were downloaded.
+        self._downloaded: dict[Tensor, Tensor] = {}
+        #: What a parameter was when it was first uploaded: its version, and its memory.
         self._seen: dict[Tensor, tuple[int, int]] = {}
         super().__init__(slots, devices, streams, lock, backward=backward, watched=watched)
 
     def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor:
-        values, kept = self.host_memory.alias(parameter, self._devices[j], j)
+        values, frozen = self.host_memory.alias(parameter, self._devices[j], j)
         alias = parameter_like(parameter, values, requires_grad=trains)
-        self._parameters[alias] = parameter
-        if kept is not None:
-            self._kept[alias] = kept
-        if not name:  # The model uses it outside of its module, while partition j is on its device.
-            self._fill(alias, j)
-            name = self._places[self._key_of(parameter)][1]
-        self._places[storage_key(alias)] = j, name
+        if frozen is not None:
+            self._frozen[alias] = frozen
+        if not name:  # The model uses it outside of its module, while partition j is resident.
+            self._fill(alias, parameter, j)
+        self._places[storage_key(alias)] = j, self._names.setdefault(parameter, name)
         return alias
 
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
-        return sum_of(self._came_down.pop(alias, None), super()._take_from(alias, parameter))
+        return sum_of(self._downloaded.pop(alias, None), super()._take_from(alias, parameter))
 
-    def fill(self, j: int) -> None:
-        """Give the aliases of a partition memory and values, on the current stream.
+    def upload(self, columns: Sequence[int], heard: Heard = unheard) -> Mark:
+        """Begin the upload of the weights of columns on one device, and return the mark of its end.
 
         Raises:
-            RuntimeError: a parameter has changed since its alias was last filled.
+            RuntimeError: a parameter has changed since it was first uploaded.
         """
-        self.verify_unchanged(j)
-        for alias in self.of(j):
-            self._fill(alias, j)
+        up = self.host_memory.up(self._devices[columns[0]])
+        with up.use(), heard(up):
+            for j in columns:
+                self.verify_unchanged(j)
+                for alias in self.of(j):
+                    self._fill(alias, self._parameters[alias], j)
+            self.host_memory.count_upload()
+            return up.mark()
 
-    def _fill(self, alias: Tensor, j: int) -> None:
-        self.host_memory.fill(alias, self._parameters[alias], self._devices[j], self._kept.get(alias))
+    def _fill(self, alias: Tensor, parameter: Tensor, j: int) -> None:
+        self.host_memory.fill(alias, parameter, self._devices[j], self._frozen.get(alias))
+
+    def evict(self, j: int, computing: Stream) -> None:
+        """Free the memory of the weights of column ``j``, when the computation is through with them."""
+        up = self.host_memory.up(computing.device)
+        up.wait(computing.mark())
+        with up.use():
+            self.host_memory.evict([alias for alias in self.of(j) if alias not in self._frozen], computing.device)
+
+    def download(self, j: int, computing: Stream, heard: Heard = unheard) -> None:
+        """Begin the download of the gradients of column ``j``, when they are computed; the aliases lose them."""
+        down = self.host_memory.down(computing.device)
+        down.wait(computing.mark())
+        with down.use(), heard(down):
+            for alias in self.of(j):
+                grad, alias.grad = alias.grad, None
+                if grad is not None:
+                    grad = self.host_memory.download(grad, down)
+                    before = self._downloaded.get(alias)
+                    if before is not None:
+                        down.synchronize()
+                    self._downloaded[alias] = grad if before is None else sum_of(before, grad)  # type: ignore[assignment]
 
     def verify_unchanged(self, j: int) -> None:
-        """Check that the parameters of a partition are what they were when they first went up.
+        """Check that the parameters of a partition are what they were when they were first uploaded.
 
         Raises:
             RuntimeError: one has been changed in place, or has other memory.
@@ -111,36 +135,19 @@ class OffloadedAliases(Aliases):
         Raises:
             RuntimeError: it has changed one in place, and the change would be lost.
         """
-        aliases = self.of(j)
-        if any(versions(aliases)):
-            for alias in aliases:
-                if versions([alias]) != [0]:
-                    self.refuse_changed(alias)
-
-    def empty(self, j: int) -> int:
-        """Take the memory of the aliases of a partition, on the current stream, and return the bytes."""
-        return sum([empty(alias) for alias in self.of(j) if alias not in self._kept])
-
-    def bring_down(self, j: int, stream: Stream) -> None:
-        """Take the gradients of a partition from its aliases to host memory, on a stream, which is the current one."""
-        for alias in self.of(j):
-            grad, alias.grad = alias.grad, None
-            if grad is not None:
-                grad = self.host_memory.bring_down(grad, stream)
-                before = self._came_down.get(alias)
-                if before is not None:
-                    stream.synchronize()
-                self._came_down[alias] = grad if before is None else sum_of(before, grad)  # type: ignore[assignment]
+        for alias, version in zip(self.of(j), versions(self.of(j))):
+            if version:
+                self.refuse_changed(alias)
 
     def column_of(self, tensor: Tensor) -> int | None:
         """Return the partition of an alias, or of a view of it; None for other tensors."""
         return self._places.get(storage_key(tensor), (None, ""))[0]
 
     def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
-        """Check that a tensor has no memory that is there only while another partition is.
+        """Check that a tensor has memory while partition ``j`` is resident.
 
         Raises:
-            RuntimeError: it is a weight of another partition, or a view of one, or it rests.
+            RuntimeError: it is a weight of another partition, or a view of one, or was evicted.
         """
         place = self._places.get(storage_key(tensor))
         if place is None and tensor.numel() and not memory_of(tensor).nbytes():
@@ -159,7 +166,7 @@ class OffloadedAliases(Aliases):
         """Check that no tensor that leaves a partition is a weight.
 
         Raises:
-            RuntimeError: one is a weight, or a view of it, whose memory leaves the device.
+            RuntimeError: one is a weight, or a view of it, which will be evicted.
         """
         for tensor in tensors:
             place = None if tensor is None else self._places.get(storage_key(tensor))
@@ -183,14 +190,9 @@ class OffloadedAliases(Aliases):
                 "and the change would be lost; change parameters between two calls, such as after optimizer.step()"
             )
 
-    def _key_of(self, parameter: Tensor) -> int:
-        """Return the key of the storage of any alias of a parameter."""
-        known = list(self._parameters.items())  # In one call: the workers of other devices add to it.
-        return next(storage_key(alias) for alias, owner in known if owner is parameter)
-
 
 def make_aliases(
-    slots: Iterable[Slot],
+    slots: Sequence[Slot],
     devices: Sequence[torch.device],
     streams: Streams | None,
     lock: AbstractContextManager[Any],
@@ -199,12 +201,8 @@ def make_aliases(
     backward: bool,
     watched: bool = False,
 ) -> Aliases:
-    """Return the aliases of a mini-batch, in host memory or not; see `Aliases` for the arguments."""
+    """Return the aliases of a mini-batch, given all slots of the model, in host memory or not; see `Aliases`."""
     if host_memory is None:
         return Aliases(slots, devices, streams, lock, backward=backward, watched=watched)
+    host_memory.keep_frozen(weights_of(slots), devices)
     return OffloadedAliases(slots, devices, streams, lock, backward=backward, watched=watched, host_memory=host_memory)
-
-
-def resting_of(aliases: Aliases) -> Resting | None:
-    """Return what waits in host memory, if anything does."""
-    return aliases.resting if isinstance(aliases, OffloadedAliases) else None

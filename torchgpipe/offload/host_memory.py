@@ -1,13 +1,14 @@
-"""Weights that live in host memory: copies to a device and back, on streams of their own.
+"""Host memory, where weights live: transfers to a device and back, on streams of their own.
 
-An alias of such a weight keeps its identity. Its memory comes when it is filled, and goes when it is emptied; so graphs
-that have saved the alias stay valid. Memory is allocated, written and given back on the stream that uploads, and the
-allocator hands it out again in the order of that stream: an upload never needs more than what was given back before.
+An alias of such a weight keeps its identity. Its memory is allocated when it is filled, and freed when it is evicted,
+so graphs that have saved the alias stay valid. Memory is allocated, written and freed on the stream that uploads, and
+the allocator hands it out again in the order of that stream: an upload never needs more than what was freed before.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -16,71 +17,70 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchgpipe.devices.device import default_devices
-from torchgpipe.devices.memory import memory_in_use, shown_size
+from torchgpipe.devices.memory import memory_in_use
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import versions
-from torchgpipe.devices.typing import Device
 
-__all__ = ["FrozenCopy", "HostMemory", "cycled", "empty", "verify_fits", "verify_home", "verify_offload"]
+__all__ = ["FrozenCopy", "HostMemory"]
 
 
 class HostMemory:
-    """Takes weights to devices, and gradients back.
+    """Transfers weights to devices, and gradients back.
 
     Args:
         slots: the partitions whose weights have room on a device at a time
         pin: the bytes of weights in host memory that may be pinned; None for half of the memory that is free
-        rests: whether activations wait in host memory, too
+        activations: whether activations wait in host memory, too
 
     Attributes:
         slots: the partitions whose weights have room on a device at a time
-        rests: whether activations wait in host memory, too
-        least: the bytes from which on a tensor waits there; a copy takes the host as long as some launches
+        least: the bytes from which on an activation waits there; a copy takes the host as long as some launches
         streams: the source of streams
-        uploads: the number of times that the weights of a partition have gone up
-        bytes_up: the bytes of weights that have gone up
-        bytes_down: the bytes that have come down
-        peaks: for each device, the most bytes of weights that were there at a time, but for those that stay
+        uploads: the number of times that the weights of a partition were uploaded
+        bytes_up: the bytes of weights that were uploaded
+        bytes_down: the bytes of gradients that were downloaded
+        peaks: for each device, the most bytes of weights that were there at a time, but for frozen copies
     """
 
     least = 1 << 16
 
-    def __init__(self, slots: int, pin: int | None, rests: bool = True) -> None:
-        self.slots, self.rests = slots, rests
+    def __init__(self, slots: int, pin: int | None, activations: bool = True) -> None:
+        self.slots, self._activations = slots, activations
+        if not activations:
+            self.least = sys.maxsize
         self.streams = Streams()
         self.uploads = self.bytes_up = self.bytes_down = 0
         self.peaks: Counter[torch.device] = Counter()
-        self._there: Counter[torch.device] = Counter()
-        #: Where frozen weights stay from one mini-batch to the next.
+        self._present: Counter[torch.device] = Counter()
+        #: The devices that have room for frozen copies.
         self._keeping: set[torch.device] = set()
-        #: Those that stay, of each partition.
-        self._kept: MutableMapping[Tensor, dict[int, FrozenCopy]] = WeakIdKeyDictionary()
+        #: By partition.
+        self._frozen: MutableMapping[Tensor, dict[int, FrozenCopy]] = WeakIdKeyDictionary()
         self._pins = _Pins(pin)
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Let a copy of a pipeline have one of its own."""
-        return HostMemory, (self.slots, self._pins.budget, self.rests)
+        return HostMemory, (self.slots, self._pins.budget, self._activations)
 
     def up(self, device: torch.device) -> Stream:
         """Return the stream of a device that weights arrive on."""
-        return self.side(device, "weights arriving")
+        return self.streams.side(device, "weights arriving")
 
     def down(self, device: torch.device) -> Stream:
         """Return the stream of a device that gradients leave on."""
-        return self.side(device, "gradients leaving")
+        return self.streams.side(device, "gradients leaving")
 
-    def side(self, device: torch.device, purpose: str) -> Stream:
-        """Return the stream of a device for a purpose."""
-        return self.streams.side(device, purpose)
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for the transfers of weights and gradients of a device."""
+        self.up(device).synchronize()
+        self.down(device).synchronize()
 
     def keep_frozen(self, weights: Iterable[tuple[Tensor, int]], devices: Sequence[torch.device]) -> None:
-        """Decide where frozen weights stay: on devices that have room for all of theirs beside the slots.
+        """Decide which devices keep frozen copies from one mini-batch to the next: those with room beside the slots.
 
         Args:
             weights: the weights of the model, each with its partition
@@ -100,40 +100,40 @@ class HostMemory:
             (self._keeping.add if use and 4 * (bytes + slots) <= 3 * use[2] else self._keeping.discard)(device)
 
     def forget_frozen(self) -> None:
-        """Forget the frozen weights that stay: the model has changed one."""
-        for by_partition in self._kept.values():
-            for kept in by_partition.values():
-                kept.forget()
-        self._kept.clear()
+        """Forget what frozen copies have: the model has changed one."""
+        for by_partition in self._frozen.values():
+            for frozen in by_partition.values():
+                frozen.forget()
+        self._frozen.clear()
 
     def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, FrozenCopy | None]:
-        """Return a tensor like a parameter on a device, and its memory if it keeps that; otherwise it has none yet."""
+        """Return a tensor like a parameter on a device: without memory, or that of a frozen copy."""
         keeps = device in self._keeping and not parameter.requires_grad
-        kept = self._kept.get(parameter, {}).get(j)
-        if keeps and kept is not None and kept.fits(parameter, device):
-            return kept.values, kept
-        kept = None
+        frozen = self._frozen.get(parameter, {}).get(j)
+        if keeps and frozen is not None and frozen.fits(parameter, device):
+            return frozen.values, frozen
+        frozen = None
         # A tensor of inference mode could not be saved for a later backward.
         with self.up(device).use(), torch.inference_mode(False):
             values = torch.empty_like(parameter.detach(), device=device)
             if keeps:
-                kept = self._kept.setdefault(parameter, {})[j] = FrozenCopy(values, device)
+                frozen = self._frozen.setdefault(parameter, {})[j] = FrozenCopy(values, device)
             else:
-                self._kept.pop(parameter, None)
+                self._frozen.pop(parameter, None)
                 values.untyped_storage().resize_(0)
-        return values, kept
+        return values, frozen
 
     @torch.no_grad()
-    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, kept: FrozenCopy | None = None) -> None:
+    def fill(self, alias: Tensor, parameter: Tensor, device: torch.device, frozen: FrozenCopy | None = None) -> None:
         """Give an alias memory, and the values of its parameter, on the current stream.
 
         Args:
             alias: the alias
             parameter: the parameter
             device: the device, by the name that its partition has for it
-            kept: the memory of the alias, if it keeps that, and is filled only if the parameter has changed
+            frozen: the frozen copy that the alias is, which is filled only if the parameter has changed
         """
-        if kept is not None and kept.is_of(parameter):
+        if frozen is not None and frozen.is_of(parameter):
             return
         if alias.device.type == "cuda":
             self._pins.pin(parameter)
@@ -144,12 +144,21 @@ class HostMemory:
         bytes = alias.untyped_storage().nbytes()
         with self._lock:
             self.bytes_up += bytes
-            self._there[device] += bytes if kept is None else 0
-            self.peaks[device] = max(self.peaks[device], self._there[device])
-        if kept is not None:
-            kept.note(parameter)
+            self._present[device] += bytes if frozen is None else 0
+            self.peaks[device] = max(self.peaks[device], self._present[device])
+        if frozen is not None:
+            frozen.note(parameter)
 
-    def bring_down(self, grad: Tensor, stream: Stream) -> Tensor:
+    def evict(self, aliases: Iterable[Tensor], device: torch.device) -> None:
+        """Free the memory of aliases that were filled, on the current stream."""
+        storages = [alias.untyped_storage() for alias in aliases]
+        bytes = sum([storage.nbytes() for storage in storages])
+        for storage in storages:
+            storage.resize_(0)
+        with self._lock:
+            self._present[device] -= bytes
+
+    def download(self, grad: Tensor, stream: Stream) -> Tensor:
         """Return a gradient in host memory; it has arrived when ``stream``, which is the current one, is through."""
         with self._lock:
             self.bytes_down += grad.nbytes
@@ -161,27 +170,14 @@ class HostMemory:
         stream.record(grad)
         return down
 
-    def came(self) -> None:
-        """Count a partition whose weights have gone up."""
+    def count_upload(self) -> None:
+        """Count an upload of the weights of a partition."""
         with self._lock:
             self.uploads += 1
 
-    def went(self, device: torch.device, bytes: int) -> None:
-        """Count the weights of a partition that leave."""
-        with self._lock:
-            self._there[device] -= bytes
-
-
-def empty(alias: Tensor) -> int:
-    """Take the memory of an alias, and return its bytes."""
-    storage = alias.untyped_storage()
-    bytes = storage.nbytes()
-    storage.resize_(0)
-    return bytes
-
 
 class FrozenCopy:
-    """A frozen weight that stays on a device, and what is known of the parameter whose values it has."""
+    """A frozen weight that stays on its device, and what is known of the parameter whose values it has."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self.values, self.device = values, device
@@ -253,88 +249,3 @@ class _Pins:
         runtime.cudaHostUnregister(address)
         with self._lock:
             self._left = (self._left or 0) + bytes
-
-
-def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
-    """Return a device for each of ``n`` partitions, given devices that they use in turn (default: all accelerators)."""
-    if isinstance(devices, (str, int, torch.device)):
-        devices = [devices]
-    known = default_devices(1) if devices is None else list(devices)
-    return [known[j % len(known)] for j in range(n)] if known else []
-
-
-def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[int, int | None, bool] | None:
-    """Return the arguments of `HostMemory`, or None if weights live on devices.
-
-    Raises:
-        TypeError: ``slots`` or ``pin`` is no integer.
-        ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
-    """
-    if offload not in (True, False, "weights"):
-        raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
-    if not offload:
-        return None
-    for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
-        if name == "pin" and number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an integer, but got {number!r}")
-        if number < least:
-            raise ValueError(f"{name} must be {least} or more, but got {number}")
-    return slots, pin, offload != "weights"
-
-
-def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Check that weights can live in host memory.
-
-    Raises:
-        ValueError: a parameter is on a device, or is no plain tensor.
-    """
-    for name, parameter in named:
-        if parameter is None:
-            continue
-        if is_lazy(parameter) or type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-            raise ValueError(
-                f"'{name}' is a {type(parameter).__name__} ({parameter.layout}), whose values offload=True cannot copy "
-                "as those of a plain parameter; let the model run once if it is lazy, load it without quantization, or "
-                "leave out offload"
-            )
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"'{name}' is on {parameter.device}, but under offload=True weights live in host memory; load the "
-                "model on the CPU, or move it there: model.cpu()"
-            )
-
-
-def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> None:
-    """Check that the weights of the largest partitions fit on their devices, as far as these tell their memory.
-
-    Devices are all accelerators, or all the CPU: a partition that computes in host memory would find there what is
-    still on its way from an accelerator.
-
-    Args:
-        sizes: for each partition, its name, its device, and the bytes of its weights
-        slots: the partitions that are there at a time
-
-    Raises:
-        ValueError: they do not fit, or the CPU is a device beside an accelerator.
-    """
-    sizes = list(sizes)
-    devices = list(dict.fromkeys(device for _, device, _ in sizes))
-    if len({device.type == "cpu" for device in devices}) > 1:
-        raise ValueError(
-            f"offload=True got the devices {', '.join(map(str, devices))}: with weights in host memory, the CPU is no "
-            "device beside an accelerator; leave the CPU out of devices, or leave out offload"
-        )
-    by_device: dict[torch.device, list[tuple[int, str]]] = {}
-    for name, device, size in sizes:
-        by_device.setdefault(device, []).append((size, name))
-    for device, weights in by_device.items():
-        use = memory_in_use(device)
-        largest = sorted(weights, reverse=True)[:slots]
-        if use is not None and sum([size for size, _ in largest]) > use[2]:
-            size, name = largest[0]
-            raise ValueError(
-                f"{name} takes {shown_size(size)} in {slots} slots of {device} with {shown_size(use[2])}: give more "
-                f"partitions, fewer slots, or a device with {shown_size(size * slots)}"
-            )

@@ -1,24 +1,25 @@
-"""The weights of partitions come to their devices before the actions that need them, and leave after these.
+"""Residence: which tensors of a mini-batch are on their devices while its actions run.
 
-When that is, `torchgpipe.schedule.residency` derives from the actions; nothing is decided while they run. Around an
-action of partition j on a device:
+Without offload all of them are, from first to last: `Residence`. With offload, `HostResidence` uploads the weights of a
+partition before the actions that need them, and evicts them afterwards. When that is, `torchgpipe.schedule.residency`
+derives from the actions; nothing is decided while they run. Around an action of partition j on a device:
 
     before   the computation waits until the weights of j have arrived
-    after    if it was the last backward of j, its gradients go down; if j is needed later than others, or not at all,
-             its weights leave; where a slot has become free, the next partition comes
+    after    if it was the last backward of j, its gradients are downloaded; if j is needed later than others, or not at
+             all, its weights are evicted; where a slot has become free, the next partition is uploaded
 
-A weight can be read only in its own partition: elsewhere, its memory may have gone. Reading memory that has gone would
-end the process, so the first mini-batch of a kind is watched, operation by operation.
+A weight can be read only in its own partition: elsewhere, it may have been evicted. Reading evicted memory would end
+the process, so the first mini-batch of a kind is watched, operation by operation.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,16 +27,65 @@ from torch import Tensor
 from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
-from torchgpipe.listener.listener import NO_MICRO_BATCH, Heard, Kind, Listener, recorded, unheard
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.listener.listener import NO_MICRO_BATCH, Heard, Kind, Listener, recorded
 from torchgpipe.offload.aliases import OffloadedAliases
+from torchgpipe.offload.host_copies import Half, HostCopies, HostCopy
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
 
-__all__ = ["OnDemand", "Residence", "watch"]
+__all__ = ["RESIDENT", "Residence", "on_demand", "residence_of"]
+
+L = TypeVar("L", bound=Leaf)
+
+_nothing = nullcontext()
 
 
-class _Stays:
-    """What comes to a device, and when it leaves.
+class Residence:
+    """The residence of a mini-batch without offload: all stays on the devices, so nothing is to be done.
+
+    Attributes:
+        has_copies: whether there may be host copies
+    """
+
+    has_copies = False
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Begin to run actions, which are in an order in which those of each device run."""
+
+    def before(self, action: Action) -> None:
+        """Let the computation wait for the weights that an action needs."""
+
+    def after(self, action: Action) -> None:
+        """Evict what is not needed any more, and begin the uploads of what is needed next."""
+
+    def end(self) -> None:
+        """Evict all weights, and wait for all transfers: the caller may change what is in host memory."""
+
+    def watched(self, column: Callable[[], int]) -> AbstractContextManager[object]:
+        """Verify each operation on weights in a ``with`` block, if this mini-batch is watched.
+
+        Args:
+            column: returns the column that this thread computes in
+        """
+        return _nothing
+
+    def keep(self, tensor: L, now: Half, until: Half) -> L | HostCopy:
+        """Return what is kept of a tensor; see `HostCopies.keep`."""
+        return tensor
+
+    def evicted(self, tensors: Iterable[Tensor], now: Half, until: Half) -> AbstractContextManager[object]:
+        """Evict tensors that the caller holds in a ``with`` block; see `HostCopies.evicted`."""
+        return _nothing
+
+
+#: It has no state.
+RESIDENT = Residence()
+
+
+class _Device:
+    """The actions of a device, and the stays that these begin and end.
 
     Attributes:
         actions: the actions
@@ -43,7 +93,7 @@ class _Stays:
         waiting: the stays of weights that have not begun
         first, last: the stays of weights by their first and last actions
         down: the stays of gradients by their last actions
-        arrived: for each partition that has come, and not been needed yet, the mark of its upload
+        arrived: for each partition that was uploaded, and not been needed yet, the mark of its upload
     """
 
     def __init__(self, actions: Sequence[Action], weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
@@ -55,152 +105,125 @@ class _Stays:
         self.arrived: dict[int, Mark] = {}
 
 
-class Residence:
-    """The coming and going of weights during actions, in the workers that run these.
+class HostResidence(Residence):
+    """The residence of a mini-batch whose weights live in host memory.
 
     Args:
         aliases: the aliases of the parameters
         streams: where each column computes
-        actions: the actions, in an order in which those of each device run
-        partitions: for each column, its partition: columns of one partition come together
+        partitions: for each column, its partition: columns of one partition are uploaded together
         listener: the listener of the mini-batch, if there is one
-        watches: whether to look at each operation
+        watches: whether to verify each operation
     """
+
+    has_copies = True
 
     def __init__(
         self,
         aliases: OffloadedAliases,
         streams: Sequence[Stream],
-        actions: Sequence[Action],
         partitions: Sequence[int],
         listener: Listener | None,
         *,
         watches: bool,
     ) -> None:
-        self._aliases, self._memory, self._streams, self._partitions = aliases, aliases.host_memory, streams, partitions
-        self._watches, self._listener = watches, listener
+        self._aliases, self._streams, self._partitions = aliases, streams, partitions
+        self._listener, self._watches = listener, watches
         self._columns: dict[int, list[int]] = {}
         for j, partition in enumerate(partitions):
             self._columns.setdefault(partition, []).append(j)
+        self._on: dict[torch.device, _Device] = {}
+        self._copies = HostCopies(aliases, streams, partitions, listener)
+
+    def begin(self, actions: Sequence[Action]) -> None:
         by_device: dict[torch.device, list[Action]] = {}
         for action in actions:
-            by_device.setdefault(streams[action.j].device, []).append(action)
-        program = [[Action(kind, i, partitions[j]) for kind, i, j in row] for row in by_device.values()]
-        stays = residency(program, self._memory.slots)
+            by_device.setdefault(self._streams[action.j].device, []).append(action)
+        program = [[Action(kind, i, self._partitions[j]) for kind, i, j in row] for row in by_device.values()]
+        stays = residency(program, self._aliases.host_memory.slots)
         self._on = {
-            device: _Stays(row, weights, gradients)
+            device: _Device(row, weights, gradients)
             for (device, row), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
         }
-        self._resting = aliases.resting
-        if self._resting is not None:
-            self._resting.begin(actions, streams, partitions, listener)
+        self._copies.begin(actions)
 
     def before(self, action: Action) -> None:
-        """Let the computation wait for the weights that an action needs."""
         computing = self._streams[action.j]
-        stays = self._on[computing.device]
-        if stays.position == 0:
-            self._upload(stays, -1)
-            self._prefetch(stays, 0)
-            self._prefetch(stays, 1)
-        stay = stays.first.get(stays.position)
+        device = self._on[computing.device]
+        if device.position == 0:
+            self._upload(device, -1)
+            self._prefetch(device, 0)
+            self._prefetch(device, 1)
+        stay = device.first.get(device.position)
         if stay is not None:
-            computing.wait(stays.arrived.pop(stay.j))
+            computing.wait(device.arrived.pop(stay.j))
 
     def after(self, action: Action) -> None:
-        """Let go what is not needed any more, and let come what is needed next."""
-        stays = self._on[self._streams[action.j].device]
-        k, stays.position = stays.position, stays.position + 1
-        stay = stays.down.get(k)
+        computing = self._streams[action.j]
+        device = self._on[computing.device]
+        k, device.position = device.position, device.position + 1
+        stay = device.down.get(k)
         if stay is not None:
             for j in self._columns[stay.j]:
-                bring_down(self._aliases, j, self._streams[j], self._heard("download", stay.j))
-        stay = stays.last.get(k)
+                self._aliases.download(j, self._streams[j], self._heard("download", stay.j))
+        stay = device.last.get(k)
         if stay is not None:
-            self._leave(stay.j)
-        self._upload(stays, k)
-        if self._resting is not None:
-            self._resting.settle(action, self._streams[action.j])
-            self._resting.leave(self._streams[action.j])
-            self._prefetch(stays, k + 2)
+            # Autocast would keep the casts of weights. It drops those of other partitions, too, and casts these again.
+            torch.clear_autocast_cache()
+            for j in self._columns[stay.j]:
+                self._aliases.verify_untouched(j)
+                self._aliases.evict(j, self._streams[j])
+        self._upload(device, k)
+        self._copies.discard(action)
+        self._copies.evict(computing)
+        self._prefetch(device, k + 2)
 
-    def _prefetch(self, stays: _Stays, k: int) -> None:
-        if self._resting is not None and k < len(stays.actions):
-            self._resting.prefetch(stays.actions[k])
-
-    def watching(self, j: int) -> AbstractContextManager[object]:
-        """Look at each operation in a ``with`` block, if this mini-batch is watched."""
-        return watch(self._aliases, lambda: j) if self._watches else nullcontext()
-
-    def end(self) -> None:
-        """Take all weights from the devices, and wait for all copies: the caller may change what is in host memory."""
-        errors: list[Exception] = []
-
-        def work() -> None:
-            try:
-                for j, stream in enumerate(self._streams):
-                    leave(self._aliases, j, stream)
-                for device in self._on:
-                    self._memory.up(device).synchronize()
-                    self._memory.down(device).synchronize()
-                if self._resting is not None:
-                    self._resting.end()
-            except Exception as error:  # A device that has failed fails again.
-                errors.append(error)
-
-        uninterrupted(work)
-        if errors:
-            try:
-                raise errors.pop()
-            finally:
-                del errors
-
-    def _upload(self, stays: _Stays, k: int) -> None:
+    def _upload(self, device: _Device, k: int) -> None:
         """Begin the uploads that have room after action ``k``."""
-        while stays.waiting and stays.waiting[0].after <= k:
-            partition = stays.waiting.popleft().j
+        while device.waiting and device.waiting[0].after <= k:
+            partition = device.waiting.popleft().j
             columns = self._columns[partition]
-            device = self._streams[columns[0]].device
-            stays.arrived[partition] = come(self._aliases, columns, device, self._heard("upload", partition))
+            device.arrived[partition] = self._aliases.upload(columns, self._heard("upload", partition))
+
+    def _prefetch(self, device: _Device, k: int) -> None:
+        if k < len(device.actions):
+            self._copies.prefetch(device.actions[k])
 
     def _heard(self, kind: Kind, partition: int) -> Heard:
         return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
 
-    def _leave(self, partition: int) -> None:
-        # Autocast would keep the casts of weights. It may drop those of other partitions, too, and casts these again.
-        torch.clear_autocast_cache()
-        for j in self._columns[partition]:
-            self._aliases.verify_untouched(j)
-            leave(self._aliases, j, self._streams[j])
+    def keep(self, tensor: L, now: Half, until: Half) -> L | HostCopy:
+        return self._copies.keep(tensor, now, until)
+
+    def evicted(self, tensors: Iterable[Tensor], now: Half, until: Half) -> AbstractContextManager[object]:
+        return self._copies.evicted(tensors, now, until)
+
+    def watched(self, column: Callable[[], int]) -> AbstractContextManager[object]:
+        return _watched(self._aliases, column) if self._watches else _nothing
+
+    def end(self) -> None:
+        uninterrupted(self._end)
+
+    def _end(self) -> None:
+        for j, stream in enumerate(self._streams):
+            self._aliases.evict(j, stream)
+        for device in self._on:
+            self._aliases.host_memory.synchronize(device)
+        self._copies.end()
 
 
-def come(aliases: OffloadedAliases, columns: Sequence[int], device: torch.device, heard: Heard = unheard) -> Mark:
-    """Begin the upload of the weights of a partition, and return the mark of its end."""
-    memory = aliases.host_memory
-    up = memory.up(device)
-    with up.use(), heard(up):
-        for j in columns:
-            aliases.fill(j)
-        memory.came()
-        return up.mark()
-
-
-def leave(aliases: OffloadedAliases, j: int, computing: Stream) -> None:
-    """Take the weights of column ``j`` from its device, when the computation is through with them."""
-    memory = aliases.host_memory
-    up = memory.up(computing.device)
-    up.wait(computing.mark())
-    with up.use():
-        memory.went(computing.device, aliases.empty(j))
-
-
-def bring_down(aliases: OffloadedAliases, j: int, computing: Stream, heard: Heard = unheard) -> None:
-    """Begin the download of the gradients of column ``j``."""
-    memory = aliases.host_memory
-    down = memory.down(computing.device)
-    down.wait(computing.mark())
-    with down.use(), heard(down):
-        aliases.bring_down(j, down)
+def residence_of(
+    aliases: Aliases,
+    streams: Sequence[Stream],
+    partitions: Sequence[int],
+    listener: Listener | None,
+    *,
+    watches: bool,
+) -> Residence:
+    """Return the residence of a mini-batch with these aliases; see `HostResidence`."""
+    if isinstance(aliases, OffloadedAliases):
+        return HostResidence(aliases, streams, partitions, listener, watches=watches)
+    return RESIDENT
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
@@ -210,7 +233,7 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 
 
 class _Here(threading.local):
-    present: Callable[[], int] | None = None
+    column: Callable[[], int] | None = None
 
 
 #: The column that this thread computes in.
@@ -218,23 +241,18 @@ _here = _Here()
 
 
 @contextmanager
-def watch(aliases: OffloadedAliases, present: Callable[[], int]) -> Iterator[None]:
-    """Refuse operations on weights of other partitions, and those that change weights, in a ``with`` block.
-
-    Args:
-        aliases: the aliases of the parameters
-        present: returns the column that this thread computes in
-    """
-    outer, _here.present = _here.present, present
+def _watched(aliases: OffloadedAliases, column: Callable[[], int]) -> Iterator[None]:
+    """Refuse operations on weights of other partitions, and those that change weights, in a ``with`` block."""
+    outer, _here.column = _here.column, column
     try:
-        with _WatchedWeights(aliases):
+        with _Watch(aliases):
             yield
     finally:
-        _here.present = outer
+        _here.column = outer
 
 
-class _WatchedWeights(DispatchMode):
-    """See `watch`. A recomputation takes this mode along, perhaps into another thread, where it is another column's."""
+class _Watch(DispatchMode):
+    """See `_watched`. A recomputation enters this mode, too, perhaps in another thread, with another column."""
 
     def __init__(self, aliases: OffloadedAliases) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,16 +260,16 @@ class _WatchedWeights(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _here.present is not None:
+        if _here.column is not None:
             for tensor in _tensors(args, kwargs):
-                self._aliases.verify_present(tensor, _here.present(), f"'{func}'")
+                self._aliases.verify_present(tensor, _here.column(), f"'{func}'")
             for tensor in _tensors(written(func, args, kwargs)):
                 self._aliases.refuse_changed(tensor)
         return func(*args, **kwargs)
 
 
-class OnDemand(DispatchMode):
-    """Lets weights come when an operation needs them, in a ``with`` block; those that were used last stay.
+def on_demand(aliases: Aliases, streams: Sequence[Stream]) -> AbstractContextManager[object]:
+    """Upload weights when an operation needs them in a ``with`` block, if they live in host memory.
 
     For a run without a program, forward and backward: one piece after the other, in the order of the model.
 
@@ -259,50 +277,51 @@ class OnDemand(DispatchMode):
         aliases: the aliases of the parameters
         streams: where each column computes
     """
+    return _OnDemand(aliases, streams) if isinstance(aliases, OffloadedAliases) else _nothing
+
+
+class _OnDemand(DispatchMode):
+    """See `on_demand`. The weights that were used last stay resident."""
 
     def __init__(self, aliases: OffloadedAliases, streams: Sequence[Stream]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._aliases, self._streams, self._memory = aliases, streams, aliases.host_memory
-        #: The columns whose weights are there, the one that was used last behind the others.
-        self._there: list[int] = []
+        #: The columns that are resident, the one that was used last behind the others.
+        self._resident: list[int] = []
         self._lock = threading.Lock()  # Backward runs in a thread for each device.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [self._aliases.column_of(tensor) for tensor in _tensors(args, kwargs)]
-        columns = {column for column in used if column is not None}
-        if columns:
-            with self._lock:
-                for j in sorted(columns):
-                    self._need(j, columns)
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        columns = {j for one in _tensors(args, kwargs) if (j := self._aliases.column_of(one)) is not None}
+        with self._lock if columns else _nothing:
+            for j in sorted(columns):
+                self._need(j, columns)
+            return func(*args, **kwargs)
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)  # type: ignore[no-untyped-call]
-        for j in self._there:
-            self._end(j)
-        self._there = []
+        super().__exit__(*details)
+        for j in self._resident:
+            self._evict(j)
+        self._resident = []
         for device in {stream.device for stream in self._streams}:
-            self._memory.up(device).synchronize()
-            self._memory.down(device).synchronize()
+            self._memory.synchronize(device)
 
     def _need(self, j: int, needed: set[int]) -> None:
-        if j in self._there:
-            self._there.remove(j)
-            self._there.append(j)
+        if j in self._resident:
+            self._resident.remove(j)
+            self._resident.append(j)
             return
         device = self._streams[j].device
-        present = [k for k in self._there if self._streams[k].device == device]
+        present = [k for k in self._resident if self._streams[k].device == device]
         for k in [k for k in present if k not in needed][: max(0, len(present) + 1 - self._memory.slots)]:
-            self._end(k)
-            self._there.remove(k)
+            self._evict(k)
+            self._resident.remove(k)
         # In the thread and on the stream of the operation.
-        self._memory.streams.current(device).wait(come(self._aliases, [j], device))
-        self._there.append(j)
+        self._memory.streams.current(device).wait(self._aliases.upload([j]))
+        self._resident.append(j)
 
-    def _end(self, j: int) -> None:
+    def _evict(self, j: int) -> None:
         computing = self._memory.streams.current(self._streams[j].device)
         torch.clear_autocast_cache()
-        bring_down(self._aliases, j, computing)
-        leave(self._aliases, j, computing)
+        self._aliases.download(j, computing)
+        self._aliases.evict(j, computing)

@@ -104,18 +104,22 @@ def usual_places(name: str, n: int) -> list[int]:
     return [*range(n), *second.get(name, ())]
 
 
-def program_of(schedule: Schedule, m: int | None, places: Sequence[int]) -> Program:
+def program_of(schedule: Schedule, m: int | None, places: Sequence[int], order: Sequence[int] | None = None) -> Program:
     """Return the program of a schedule for ``m`` micro-batches, verified.
 
     Args:
         schedule: the schedule
         m: the number of micro-batches; None for that of the program, or 1 if the schedule is a name or a function
         places: the index of the device of each partition
+        order: the micro-batches that take the places of 0, 1, 2, ... in the schedule (default: these)
 
     Raises:
         TypeError: the schedule is neither a name nor a program.
         ValueError: the schedule does not fit the places or the number of micro-batches, or the program cannot run.
     """
+    if order is not None:
+        usual = program_of(schedule, m, places)
+        return [[Action(kind, order[i], j) for kind, i, j in actions] for actions in usual]
     if isinstance(schedule, str):
         return program(schedule, m or 1, places)
     # A program of a user may have plain tuples, lists or iterators in place of actions and lists.

@@ -11,15 +11,19 @@ Plans and benchmarks use this model of time and memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torchgpipe.schedule.action import Action, Kind, Program, in_order
 
-__all__ = ["COSTS", "Simulation", "changes", "simulate"]
+__all__ = ["COSTS", "Memory", "Simulation", "simulate"]
 
 #: The usual rule of thumb: backward takes twice the time of forward, half of it for the weights.
 COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "R": 1.0}
+
+#: What cells keep: a number for each partition, or, where micro-batches differ, a function of the action.
+Memory: TypeAlias = Sequence[float] | Callable[[Action], float]
 
 
 class Simulation(NamedTuple):
@@ -30,8 +34,9 @@ class Simulation(NamedTuple):
         seconds: the time from the start of the first action to the end of the last
         busy: for each device, the sum of the costs of its actions
         bubble: the share of the devices' time in which they are idle
-        peaks: for each device, the most memory that it holds for cells, in the units of ``memory``; see `changes`
+        peaks: for each device, the most memory that it holds for cells, in the units of ``memory``
         cost: the cost of an action
+        changes: by how much an action changes the memory that its device holds: at its start, and at its end
     """
 
     starts: list[list[tuple[Action, float]]]
@@ -40,25 +45,27 @@ class Simulation(NamedTuple):
     bubble: float
     peaks: list[float]
     cost: Callable[[Action], float]
+    changes: Callable[[Action], tuple[float, float]]
 
 
 def simulate(
     program: Program,
     costs: Mapping[Kind, float] | Callable[[Action], float] = COSTS,
-    memory: Sequence[float] | None = None,
+    memory: Memory | None = None,
     *,
-    waiting: Sequence[float] | None = None,
-    transfer: float | Callable[[int], float] = 0.0,
+    waiting: Memory | None = None,
+    transfer: float | Callable[[Action], float] = 0.0,
 ) -> Simulation:
     """Run a program on paper.
 
     Args:
         program: a list of actions for each device, which can run (see :func:`verify`)
-        costs: the cost of an action, in seconds or any other unit: by kind, or a function of the action
+        costs: the cost of an action, in seconds or any other unit: by kind, or a function of the action, as for
+            micro-batches that differ
         memory: what a micro-batch keeps in each partition until its backward (default: 1 for each)
         waiting: what a micro-batch keeps in each partition besides, between I and W (default: nothing)
-        transfer: the time that a value takes from one device to another, or a function that gives it for the number of
-            the partition behind the boundary
+        transfer: the time that a value takes from one device to another, or a function that gives it for the action
+            behind the boundary
 
     Returns:
         the times, the bubble and the peaks
@@ -71,24 +78,25 @@ def simulate(
     for action, device, needed in in_order(program):
         start = clocks[device]
         for earlier, is_foreign in needed:
-            start = max(start, ends[earlier] + (passage(max(earlier.j, action.j)) if is_foreign else 0.0))
+            behind = action if action.j > earlier.j else earlier
+            start = max(start, ends[earlier] + (passage(behind) if is_foreign else 0.0))
         starts[device].append((action, start))
         ends[action] = clocks[device] = start + cost(action)
     busy = [sum([cost(action) for action, _ in row]) for row in starts]
     seconds = max(ends.values(), default=0.0)
     idle = sum(seconds - time for time in busy)
-    peaks = [_peak(row, memory, waiting) for row in program]
-    return Simulation(starts, seconds, busy, idle / (seconds * len(busy)) if seconds else 0.0, peaks, cost)
+    changes = partial(_changes, memory=memory, waiting=waiting)
+    steps = [[change for action in row for change in changes(Action._make(action))] for row in program]
+    peaks = [max(accumulate(of_device), default=0.0) for of_device in steps]
+    return Simulation(starts, seconds, busy, idle / (seconds * len(busy)) if seconds else 0.0, peaks, cost, changes)
 
 
-def changes(action: Action, memory: Sequence[float] | None, waiting: Sequence[float] | None) -> tuple[float, float]:
+def _changes(action: Action, memory: Memory | None, waiting: Memory | None) -> tuple[float, float]:
     """Return by how much an action changes the memory that its device holds: at its start, and at its end.
 
     A cell is held from the start of F to the end of B or W. Gradients at weights wait from the end of I to that of W.
     """
-    kind, _, j = action
-    unit = 1.0 if memory is None else memory[j]
-    waits = 0.0 if waiting is None else waiting[j]
+    kind, unit, waits = action.kind, _kept(memory, action, 1.0), _kept(waiting, action, 0.0)
     if kind == "F":
         return unit, 0.0
     if kind == "R":
@@ -100,6 +108,7 @@ def _by_kind(costs: Mapping[Kind, float]) -> Callable[[Action], float]:
     return lambda action: costs[action.kind]
 
 
-def _peak(actions: Sequence[Action], memory: Sequence[float] | None, waiting: Sequence[float] | None) -> float:
-    steps = [change for action in actions for change in changes(Action._make(action), memory, waiting)]
-    return max(accumulate(steps), default=0.0)
+def _kept(memory: Memory | None, action: Action, otherwise: float) -> float:
+    if memory is None:
+        return otherwise
+    return memory(action) if callable(memory) else memory[action.j]

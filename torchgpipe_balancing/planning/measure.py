@@ -201,7 +201,7 @@ class _Bench:
             for (count, schedule, apart), recorded in runs.items():
                 m = self._chunks(count)
                 model, step = self._tested.pipeline(self._configs[apart]._replace(chunks=m, schedule=schedule))
-                recorded.run(model, partial(step, count * m), self._devices)
+                recorded.run(model, partial(step, *[count] * m), self._devices)
             rounds += 1
         of_rows = [self._times_of(count, runs) for count in rows]
         return [times for times, _ in of_rows], [cells for _, cells in of_rows]

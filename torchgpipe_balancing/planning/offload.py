@@ -231,7 +231,7 @@ def _measured(tested: ModelUnderTest, devices: Sequence[torch.device], sizes: Se
     for rows in sizes:
         recorded = Recorded()
         for _ in range(_ROUNDS):
-            recorded.run(pipeline, partial(step, _CHUNKS * rows), devices)
+            recorded.run(pipeline, partial(step, *[rows] * _CHUNKS), devices)
         sized = [Layer(**in_proportion(layer, rows, sizes[0])) for layer in held]
         samples.append(
             [

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from torchgpipe.devices.memory import shown_size
 from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
-from torchgpipe.schedule.simulation import changes
 from torchgpipe_balancing.planning.candidates import PlanInput
 from torchgpipe_balancing.planning.problem import Outcome
 
@@ -59,11 +58,10 @@ def _memory(outcome: Outcome, k: int, limit: float) -> Iterator[Box]:
 
 def _levels(outcome: Outcome, k: int) -> Iterator[tuple[float, float]]:
     """Yield the times at which the memory of a device changes, with its level from then on."""
-    kept = [partition.kept for partition in outcome.partitions]
-    waiting = [partition.waiting for partition in outcome.partitions]
     level = outcome.state[k]
     yield 0.0, level
     for action, start in outcome.simulation.starts[k]:
-        for time, change in zip((start, start + outcome.simulation.cost(action)), changes(action, kept, waiting)):
+        end = start + outcome.simulation.cost(action)
+        for time, change in zip((start, end), outcome.simulation.changes(action)):
             level += change
             yield time, level

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchgpipe.schedule import Program, ScheduleName, Simulation, simulate
+from torchgpipe.schedule import Action, Program, ScheduleName, Simulation, simulate
 
 __all__ = ["NAMES", "CellCosts", "Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
 
@@ -143,14 +143,12 @@ class Outcome(NamedTuple):
     Attributes:
         choice: the choice
         simulation: the simulated step; its peaks are bytes of activations, without the room for recomputed layers
-        partitions: what each partition takes
         state: for each device, the bytes that are there all the time
         memory: for each device, the most bytes that it needs, all in all
     """
 
     choice: Choice
     simulation: Simulation
-    partitions: list[PartitionCost]
     state: list[float]
     memory: list[float]
 
@@ -175,6 +173,8 @@ class Problem:
         recomputes: whether layers may be recomputed, if the program allows it
         schedule: the name of the schedule that the program is of
         chunks: the number of micro-batches that were asked for; there may be fewer
+        unequal: for each micro-batch of a window the problem in which all are like it, so that layers take what they
+            take of this one; here they take what they take of the mean one, by which partitions are balanced
     """
 
     layers: tuple[Layer, ...]
@@ -187,6 +187,7 @@ class Problem:
     recomputes: bool = True
     schedule: ScheduleName = "1F1B"
     chunks: int = 1
+    unequal: tuple[Problem, ...] = ()
 
     def predicted(self, simulated: float) -> float:
         """Return the predicted seconds of a step, given its simulated seconds."""
@@ -221,23 +222,30 @@ class Problem:
 
     def outcome(self, choice: Choice) -> Outcome:
         """Return what a choice costs."""
-        cuts = list(accumulate(choice.balance, initial=0))
-        partitions = [
-            self.partition_cost(j, start, end, choice.recomputed) for j, (start, end) in enumerate(pairwise(cuts))
-        ]
+        spans = list(pairwise(accumulate(choice.balance, initial=0)))
+        of_problem = {
+            id(problem): [problem.partition_cost(j, *span, choice.recomputed) for j, span in enumerate(spans)]
+            for problem in self.unequal or [self]
+        }
+        of_micro_batch = [of_problem[id(problem)] for problem in self.unequal]
+
+        def taken(action: Action) -> PartitionCost:
+            return (of_micro_batch[action.i] if of_micro_batch else of_problem[id(self)])[action.j]
+
         simulation = simulate(
             self.program,
-            lambda action: partitions[action.j].seconds[action.kind],
-            [partition.kept for partition in partitions],
-            waiting=[partition.waiting for partition in partitions],
-            transfer=lambda j: self.transfer(partitions[j]),
+            lambda action: taken(action).seconds[action.kind],
+            lambda action: taken(action).kept,
+            waiting=lambda action: taken(action).waiting,
+            transfer=lambda action: self.transfer(taken(action)),
         )
         state, memory = [], []
         for device, peak in enumerate(simulation.peaks):
-            placed = [partition for partition, place in zip(partitions, self.places) if place == device]
-            state.append(sum([partition.state for partition in placed]))
-            memory.append(peak + state[-1] + max([partition.room for partition in placed], default=0.0))
-        return Outcome(choice, simulation, partitions, state, memory)
+            placed = [k for k, place in enumerate(self.places) if place == device]
+            room = max([partitions[k].room for partitions in of_problem.values() for k in placed], default=0.0)
+            state.append(sum([next(iter(of_problem.values()))[k].state for k in placed]))
+            memory.append(peak + state[-1] + room)
+        return Outcome(choice, simulation, state, memory)
 
     def transfer(self, partition: PartitionCost) -> float:
         """Return the seconds of a transfer to a partition from another device."""

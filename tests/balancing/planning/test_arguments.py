@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from tests.balancing.planning.models import WIDTH, Residual, mlp, quick, wide
-from torchgpipe import GPipe
+from torchgpipe import GPipe, MicroBatches
 from torchgpipe_balancing import DoesNotFit
 from torchgpipe_balancing.planning.candidates import default_chunks
+
+WINDOW = MicroBatches([torch.zeros(1, WIDTH), torch.zeros(3, WIDTH)])
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,12 @@ from torchgpipe_balancing.planning.candidates import default_chunks
         ({"chunks": 2.5}, "chunks must be numbers from 1"),
         ({"sample": torch.tensor(1.0)}, "the sample has no rows: no tensor in it has a dimension 0 to split"),
         ({"sample": torch.empty(0, WIDTH)}, "the sample has no rows"),
+        ({"batch": WINDOW}, "chunks= plans for mini-batches that are split; leave it out, or give batch= their rows"),
+        ({"batch": WINDOW, "offload": True}, "offload=True plans for mini-batches that are split"),
+        ({"batch": WINDOW, "chunks": None, "target": torch.zeros(1)}, "the 2 MicroBatches to measure need as many of "),
+        ({"batch": [3, 4]}, r"but the sample is Tensor, and batch is \[3, 4\]"),
+        ({"batch": [3, 0], "sample": WINDOW}, "a list of lengths, positive whole numbers, goes with a sample of"),
+        ({"batch": 3, "sample": WINDOW}, "but the sample is MicroBatches, and batch is 3"),
     ],
     ids=lambda value: str(value).split(" at 0x")[0][:40],
 )

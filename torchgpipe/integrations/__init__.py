@@ -1,0 +1,3 @@
+"""Trainers of other libraries, each imported only by those who have the library."""
+
+__all__: list[str] = []

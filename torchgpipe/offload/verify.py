@@ -1,0 +1,101 @@
+"""Whether a model can live in host memory: its settings, its parameters, and the devices that its partitions use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchgpipe.devices.device import default_devices
+from torchgpipe.devices.memory import memory_in_use, shown_size
+from torchgpipe.devices.typing import Device
+
+__all__ = ["cycled", "verify_fits", "verify_home", "verify_offload"]
+
+
+def cycled(devices: Iterable[Device] | None, n: int) -> list[Device] | None:
+    """Return a device for each of ``n`` partitions, given devices that they use in turn (default: all accelerators)."""
+    if isinstance(devices, (str, int, torch.device)):
+        devices = [devices]
+    known = default_devices(1) if devices is None else list(devices)
+    return [known[j % len(known)] for j in range(n)] if known else []
+
+
+def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[int, int | None, bool] | None:
+    """Return the arguments of `HostMemory`, or None if weights live on devices.
+
+    Raises:
+        TypeError: ``slots`` or ``pin`` is no integer.
+        ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
+    """
+    if offload not in (True, False, "weights"):
+        raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
+    if not offload:
+        return None
+    for name, number, least in (("slots", slots, 1), ("pin", pin, 0)):
+        if name == "pin" and number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be an integer, but got {number!r}")
+        if number < least:
+            raise ValueError(f"{name} must be {least} or more, but got {number}")
+    return slots, pin, offload != "weights"
+
+
+def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Check that weights can live in host memory.
+
+    Raises:
+        ValueError: a parameter is on a device, or is no plain tensor.
+    """
+    for name, parameter in named:
+        if parameter is None:
+            continue
+        if is_lazy(parameter) or type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise ValueError(
+                f"'{name}' is a {type(parameter).__name__} ({parameter.layout}), whose values offload=True cannot copy "
+                "as those of a plain parameter; let the model run once if it is lazy, load it without quantization, or "
+                "leave out offload"
+            )
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"'{name}' is on {parameter.device}, but under offload=True weights live in host memory; load the "
+                "model on the CPU, or move it there: model.cpu()"
+            )
+
+
+def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: int) -> None:
+    """Check that the weights of the largest partitions fit on their devices, as far as these tell their memory.
+
+    Devices are all accelerators, or all the CPU: a partition that computes in host memory would find there what is
+    still on its way from an accelerator.
+
+    Args:
+        sizes: for each partition, its name, its device, and the bytes of its weights
+        slots: the partitions that are there at a time
+
+    Raises:
+        ValueError: they do not fit, or the CPU is a device beside an accelerator.
+    """
+    sizes = list(sizes)
+    devices = list(dict.fromkeys(device for _, device, _ in sizes))
+    if len({device.type == "cpu" for device in devices}) > 1:
+        raise ValueError(
+            f"offload=True got the devices {', '.join(map(str, devices))}: with weights in host memory, the CPU is no "
+            "device beside an accelerator; leave the CPU out of devices, or leave out offload"
+        )
+    by_device: dict[torch.device, list[tuple[int, str]]] = {}
+    for name, device, size in sizes:
+        by_device.setdefault(device, []).append((size, name))
+    for device, weights in by_device.items():
+        use = memory_in_use(device)
+        largest = sorted(weights, reverse=True)[:slots]
+        if use is not None and sum([size for size, _ in largest]) > use[2]:
+            size, name = largest[0]
+            raise ValueError(
+                f"{name} takes {shown_size(size)} in {slots} slots of {device} with {shown_size(use[2])}: give more "
+                f"partitions, fewer slots, or a device with {shown_size(size * slots)}"
+            )
