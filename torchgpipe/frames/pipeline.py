@@ -430,7 +430,7 @@ class Pipeline:
 
     def _stays_whole(self, batch: SplitBatch) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or batch.carried is not None:
             return False
         parts = batch.given or [batch.arguments]
         generates = any(
