@@ -54,6 +54,13 @@ def gpt2() -> Any:
     return _model("GPT2LMHeadModel", "GPT2Config", n_layer=4, n_embd=16, n_head=2, n_positions=64, **drops)
 
 
+def mistral() -> Any:
+    """Return a decoder whose tokens see a window of five."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _model("MistralForCausalLM", "MistralConfig", pad_token_id=0, sliding_window=5, **(sizes | heads))
+
+
 def bert() -> Any:
     """Return an encoder that classifies sequences, and whose loss is a plain mean of the rows."""
     sizes = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}

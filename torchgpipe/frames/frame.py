@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import storage_key, without_function_mode
+from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, this_thread, visiting
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, begins_at_an_import, on_device
@@ -55,6 +56,7 @@ class Frame(TorchFunctionMode):
         columns: the columns, and what all frames share
         cells: the cells of the frame, by column; empty if there is no backward
         residence: which tensors are on their devices
+        carried: what the frame takes over from the one before, if they are chunks of one sequence
 
     Attributes:
         i: the micro-batch
@@ -73,12 +75,14 @@ class Frame(TorchFunctionMode):
         columns: Columns,
         cells: list[Cell],
         residence: Residence,
+        carried: Carried | None,
     ) -> None:
         super().__init__()
         self.i, self.owner, self.module = i, columns.owner, ""
         self.imports = Imports(i, cells, columns)
         self.callers: set[int] = set()
         self._begin, self._ambient, self._columns, self._residence = begin, ambient, columns, residence
+        self._cells, self._carried = cells, carried
         # The first one waits for no other: for a file, perhaps.
         patience = columns.patience if i else None
         self._coroutine = None if threads is None else Coroutine(threads, i, patience)
@@ -121,12 +125,16 @@ class Frame(TorchFunctionMode):
         try:
             # A model that differentiates makes nodes, which have numbers of this thread only if it is this thread.
             with own_locks(), torch.autograd.set_multithreading_enabled(False):
-                self.imports.enter(0)
+                self._enter(0)
                 self._begin(self)
+                self._leave(ends=True)
             failed = False
         finally:
             self.end_work(failed=failed)
             self.imports.end()  # Later frames may run in settings that hold this object.
+            if self._carried is not None:
+                self._carried.forget(self.i)
+            self._cells, self._carried = [], None
 
     def run(self, model: Callable[[], Any], finish: Callable[[Any], None]) -> None:
         """Run the model, and pass its output to ``finish`` in the last column."""
@@ -173,11 +181,21 @@ class Frame(TorchFunctionMode):
             )
         assert self._coroutine is not None
         self.imports.forget()
+        self._leave()
         self.end_work(failed=False)
         self._wanted = column
         self._coroutine.pause()
-        self.imports.enter(column)
+        self._enter(column)
         self._current_stream.enter_context(self._columns[column].stream.use())
+
+    def _enter(self, column: int) -> None:
+        self.imports.enter(column)
+        if self._carried is not None:
+            self._carried.enter(self.i, column, self._cells[column] if self._cells else None)
+
+    def _leave(self, *, ends: bool = False) -> None:
+        if self._carried is not None:
+            self._carried.leave(self.i, self.column, self._cells[self.column] if self._cells else None, ends=ends)
 
     # ----------------------------------------------------------------------------------------------------- at its doors
 

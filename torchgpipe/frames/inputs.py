@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
+from torchgpipe.model.sequence import CarriedCache
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
 __all__ = [
@@ -372,6 +373,11 @@ class SplitBatch:
             if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
         }
         return sorted(numbers - known)
+
+    @property
+    def carried(self) -> CarriedCache | None:
+        """What the micro-batches hand on, if they are chunks of one sequence."""
+        return None if self.window is None else self.window.carried
 
     @property
     def whole(self) -> SplitBatch:

@@ -25,6 +25,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, storage_
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.drive.executor import Executor
+from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import visiting
 from torchgpipe.frames.frame import Frame
@@ -65,6 +66,7 @@ class MiniBatch:
         verified: called when all actions were verified to have no operation that the pipeline has not seen, and no
             change of weights that live in host memory; None if there is no need
         facts: what a note about memory is made from
+        carried: what the micro-batches hand on, if they are chunks of one sequence
 
     Attributes:
         aliases: the aliases of the model's parameters
@@ -85,6 +87,7 @@ class MiniBatch:
         backward: bool,
         verified: Callable[[], None] | None,
         facts: MiniBatchFacts,
+        carried: Carried | None = None,
     ) -> None:
         self.columns, self.aliases = columns, columns.aliases
         self._m, self._n = len(inputs), len(columns)
@@ -99,6 +102,7 @@ class MiniBatch:
         self._model = model
         self._forward: Callable[..., Any] | None = forward
         self._inputs: list[Arguments | None] = list(inputs)
+        self._carried = carried
         self._finish: Finish | None = finish
         self._ambient = Ambient()
         #: By micro-batch. Those that have been differentiated, and will not be again, are None.
@@ -109,7 +113,7 @@ class MiniBatch:
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
         self._frames = [
-            Frame(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence)
+            Frame(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence, carried)
             for i in range(self._m)
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
@@ -249,6 +253,8 @@ class MiniBatch:
         def model() -> Any:
             assert self._forward is not None
             args, kwargs = arguments.pop()
+            if self._carried is not None:
+                kwargs = {**kwargs, "past_key_values": self._carried.cache(i)}
             return self._forward(*args, **kwargs)
 
         def finish(output: Any) -> None:

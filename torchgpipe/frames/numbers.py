@@ -56,6 +56,8 @@ def list_rules(settings: Settings) -> list[Rule]:
 
 def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     """Return the rule of an output: the one that the sample has shown, or else the usual one."""
+    if batch.carried is not None:
+        return "sum"
     study = settings.study
     (usual, *others) = list_rules(settings)
     known = study.rules.get(has_item_count(batch), {}).get(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import weakref
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torchgpipe.cell.cell import Export
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed
+from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed, own_call
+from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door, visiting
 from torchgpipe.frames.glue import explain_compiler
@@ -25,7 +27,7 @@ from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.numbers import joiner
 from torchgpipe.frames.outer import Exported
-from torchgpipe.frames.outputs import join
+from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.visitors import InOnePiece
 from torchgpipe.gradients.aliases import Aliases
@@ -150,6 +152,8 @@ class Pipeline:
         self._has_trained |= backward
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
+        if batch.carried is not None:
+            self._verify_shifted([loss for output in outputs if (loss := own_loss(output)) is not None])
         if numbers is None:
             return outputs if batch.window is not None else outputs[0]
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
@@ -222,8 +226,11 @@ class Pipeline:
                 share = torch.full_like(value, weight)
                 export(value).add(share if scaler is None else scaler.scale(share))
 
-        places = places_of(settings.devices)
-        actions = program_of(settings.schedule, len(batch.sizes), places, order_of(batch.window))
+        m = len(batch.sizes)
+        if batch.carried is None:
+            actions = program_of(settings.schedule, m, places_of(settings.devices), order_of(batch.window))
+        else:
+            actions = self._in_two_halves(m)  # Keys get gradients from all later chunks, so these come first.
 
         def work() -> Any:
             with aliases.installed():
@@ -232,6 +239,8 @@ class Pipeline:
                 )
                 mini_batch.run()
                 result = loss.result()
+                if batch.carried is not None and settings.loss_fn is None:
+                    self._verify_shifted([result])
                 self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
@@ -378,7 +387,15 @@ class Pipeline:
             backward=backward,
             verified=self._to_verify(inputs if batch.given else inputs[:1], modes, backward=backward),
             facts=MiniBatchFacts(schedule, backward, None if recomputes else "True"),
+            carried=self._carried(batch),
         )
+
+    def _carried(self, batch: SplitBatch) -> Carried | None:
+        """Return what the micro-batches hand on, if they are chunks of one sequence."""
+        if batch.carried is None:
+            return None
+        doors = [own_call(child) for ref, _, _ in self._doors if (child := ref()) is not None]
+        return Carried(batch.carried, [(door.column, door.layers) for door in doors if isinstance(door, Door)])
 
     def _to_verify(self, parts: Sequence[Arguments], modes: Any, *, backward: bool) -> Callable[[], None] | None:
         """Return what notes that such a mini-batch is verified; None if one was before.
@@ -420,6 +437,11 @@ class Pipeline:
         """Refuse what micro-batches that are under way at once would mix up."""
         refuse_transforms()
         parts = batch.given or [batch.arguments]
+        if batch.carried is not None and torch.is_grad_enabled() and self._recomputes():
+            raise ValueError(
+                "chunks of a sequence cannot run again at backward, when the cache has later chunks; leave checkpoint= "
+                "and gradient checkpointing out, or train on the whole sequence"
+            )
         adapters = any([part.kwargs.get("adapter_names") is not None for part in parts])
         if adapters and len(self.settings.devices) > 1:
             raise ValueError(
@@ -437,9 +459,21 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
+    def _verify_shifted(self, losses: list[Tensor]) -> None:
+        """Check once that the model's loss follows labels that were shifted before: it has no others."""
+        if losses and "shifted" not in self._verified:
+            total = sum([float(loss.detach()) for loss in losses])
+            if not total or not math.isfinite(total):
+                raise ValueError(
+                    f"the loss of a sequence is {total}: it has no label, or the model's own loss does not take "
+                    "shift_labels, as ForCausalLMLoss of transformers does; leave labels out, give pipelined loss_fn=, "
+                    "and the step a target of MicroBatches with the following labels of each chunk"
+                )
+            self._verified.add("shifted")
+
     def _stays_whole(self, batch: SplitBatch) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or batch.carried is not None:
             return False
         parts = batch.given or [batch.arguments]
         generates = any(

@@ -35,7 +35,7 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import MicroBatches, verify_independent
 from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.retry import OnShortage, verify_on_oom
 from torchgpipe.model.settings import verify_chunks
@@ -196,6 +196,7 @@ def _pipelined(
 ) -> M:
     verify_module(module)
     window = sample if isinstance(sample, MicroBatches) else None
+    verify_independent(window, "the sample of pipelined")
     if chunks is None and window is None:
         raise TypeError(
             "pipelined needs chunks=, the number of micro-batches that a mini-batch is split into; or give the sample "

@@ -17,6 +17,7 @@ from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof import FramesProof
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.comparison import Comparison
+from torchgpipe.model.given import verify_independent
 from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.placement import move_buffers
 from torchgpipe.model.retry import OnShortage
@@ -152,6 +153,7 @@ class _Pipelined(nn.Module):
         """
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
+        verify_independent(batch.window, "verify")
         with_loss = target is not None and runs.settings.loss_fn is not None
         return FramesProof(runs, batch, target, with_loss=with_loss).verify()
 

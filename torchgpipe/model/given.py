@@ -10,9 +10,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchgpipe.model.sequence import CarriedCache, cut_sequence
 from torchgpipe.model.values import each
 
-__all__ = ["MicroBatches", "length_of", "order_of", "refuse_strided_nested", "to_floats", "windows"]
+__all__ = [
+    "MicroBatches",
+    "length_of",
+    "order_of",
+    "refuse_strided_nested",
+    "to_floats",
+    "verify_independent",
+    "windows",
+]
 
 
 # No Sequence: what moves and pins batches, such as a DataLoader, would make another of it without the weights.
@@ -55,6 +64,7 @@ class MicroBatches:
                 "MicroBatches([batch_1, batch_2, ...]), or let chunks= split the mini-batch"
             )
         self.batches = tuple(batches)
+        self.carried: CarriedCache | None = None
         if not self.batches:
             raise ValueError("MicroBatches needs one batch or more, but got none")
         if any([isinstance(batch, MicroBatches) for batch in self.batches]):
@@ -69,6 +79,30 @@ class MicroBatches:
             raise ValueError(f"order must be 'longest', or None for micro-batches as they come, but got {order!r}")
         self.order = order
 
+    @classmethod
+    def of_sequence(cls, batch: Mapping[str, Any], chunks: int | Sequence[int], cache: Any) -> MicroBatches:
+        """Cut causal sequences along their length into chunks, which hand on their keys and values in a cache.
+
+        So one long sequence keeps all devices busy. It is for ``step`` and calls of a model of transformers that
+        :func:`pipelined` has made of an ordinary sample, and whose loss compares with the next labels; these are
+        shifted across the borders.
+
+        Args:
+            batch: the arguments of the model: ``input_ids`` or ``inputs_embeds``, ``labels``, and what else has a token
+                in each place of dimension 1, or is an ``attention_mask`` of two dimensions
+            chunks: the number of chunks, of nearly the same length, or the length of each. As attention looks back,
+                later chunks take longer, so let the first ones be longer
+            cache: an empty ``DynamicCache(config=model.config)``
+
+        Raises:
+            TypeError: the cache cannot be differentiated, or a tensor has no known place in the sequence.
+            ValueError: the lengths do not fit.
+        """
+        parts, carried = cut_sequence(batch, chunks, cache)
+        window = cls(parts)
+        window.carried = carried
+        return window
+
     def __getitem__(self, index: int) -> Any:
         return self.batches[index]
 
@@ -80,6 +114,19 @@ class MicroBatches:
 
     def __repr__(self) -> str:
         return f"MicroBatches of {len(self)} batches"
+
+
+def verify_independent(window: MicroBatches | None, where: str) -> None:
+    """Raise an error if micro-batches are chunks of one sequence, and ``where`` takes no such.
+
+    Raises:
+        TypeError: they are.
+    """
+    if window is not None and window.carried is not None:
+        raise TypeError(
+            f"{where} cannot take MicroBatches.of_sequence, whose chunks depend on each other; give them to a call or "
+            "a step of a model that torchgpipe.pipelined has made of an ordinary sample"
+        )
 
 
 class windows:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches, refuse_strided_nested
+from torchgpipe.model.given import MicroBatches, refuse_strided_nested, verify_independent
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -240,7 +240,10 @@ def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.d
             nested in the strided layout.
         ValueError: arguments have different numbers of micro-batches.
     """
-    counts = [len(leaf) for leaf in leaves if isinstance(leaf, MicroBatches)]
+    windows = [leaf for leaf in leaves if isinstance(leaf, MicroBatches)]
+    for window in windows:
+        verify_independent(window, "GPipe")
+    counts = [*map(len, windows)]
     if len(set(counts)) > 1:
         raise ValueError(f"the arguments have different numbers of MicroBatches: {counts}; give as many in each")
     if not all([leaf is None or isinstance(leaf, (MicroBatches, NoChunk)) for leaf in leaves]):

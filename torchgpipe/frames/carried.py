@@ -1,0 +1,110 @@
+"""The keys and values of one sequence, which each chunk of it takes over from the chunk before, column by column. ::
+
+    column 1              F(0,1) ──keys──► F(1,1) ──keys──► F(2,1)
+    column 0     F(0,0) ──keys──► F(1,0) ──keys──► F(2,0)
+
+Each chunk has a cache of its own, whose layers of a column are filled when the column begins: a later chunk is in an
+earlier column meanwhile, and must not add to what this one reads. The keys and values enter the graph of a cell without
+their history, as everything from another cell does. Their gradients return to the cell of the chunk before, whose
+backward comes later: last in, first out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchgpipe.cell.cell import Cell, Export
+from torchgpipe.model.sequence import CarriedCache
+
+__all__ = ["Carried"]
+
+_TENSORS = ("keys", "values")
+
+
+class Carried:
+    """The keys and values of one sequence.
+
+    Args:
+        given: the cache of the caller, which stays empty, and the lengths
+        places: columns, each with the numbers of layers of the cache that are filled there
+
+    Raises:
+        ValueError: the cache is not empty, or is asked for its length before it is filled.
+    """
+
+    def __init__(self, given: CarriedCache, places: Iterable[tuple[int, Sequence[int]]]) -> None:
+        self._empty, self._ends = given
+        self._columns = {k: column for column, numbers in places for k in numbers}
+        layers = self._empty.layers
+        tokens = max([layer.get_seq_length() for layer in layers])
+        if tokens:
+            raise ValueError(f"the cache of a sequence has {tokens} tokens already; give an empty one")
+        # A model asks the first layer of each kind how many tokens there are, before its own first layer runs.
+        kinds = [type(layer) for layer in layers]
+        late = [k for k in sorted({kinds.index(kind) for kind in kinds}) if self._columns.get(k) != 0]
+        if late:
+            raise ValueError(
+                f"layers {late} of the cache tell the model how many tokens there are, but are not in the first "
+                "partition, where it makes masks and positions; give pipelined a balance whose first partition has them"
+            )
+        self._caches: dict[int, Any] = {}
+        #: By layer, what the chunk before has left, and where the gradients of its tensors arrive.
+        self._left: dict[int, tuple[dict[str, Any], list[Export | None]]] = {}
+
+    def cache(self, i: int) -> Any:
+        """Return the cache of chunk ``i``, while that is under way."""
+        return self._caches[i]
+
+    def enter(self, i: int, column: int, cell: Cell | None) -> None:
+        """Fill the layers of a column, before chunk ``i`` runs there."""
+        if column == 0:
+            self._caches[i] = copy.copy(self._empty)
+            self._caches[i].layers = [copy.copy(layer) for layer in self._empty.layers]
+        for k in self._of(column) if i else ():
+            state, exports = self._left.pop(k)
+            # The model may have stopped in a block without gradients.
+            with torch.set_grad_enabled(cell is not None):
+                for name, export in zip(_TENSORS, exports):
+                    if cell is not None and export is not None:
+                        state[name] = cell.import_(state[name], (None, export))
+            vars(self._caches[i].layers[k]).update(state)
+
+    def leave(self, i: int, column: int, cell: Cell | None, *, ends: bool) -> None:
+        """Keep what chunk ``i`` leaves in the layers of a column for the next chunk.
+
+        Args:
+            i: the chunk
+            column: the column
+            cell: the cell; None if there is no backward
+            ends: whether the chunk ends here
+
+        Raises:
+            RuntimeError: the model has not added the tokens of the chunk to the cache.
+        """
+        self._verify(i, range(len(self._empty.layers)) if ends else self._of(column))
+        for k in self._of(column) if i + 1 < len(self._ends) else ():
+            layer = self._caches[i].layers[k]
+            tensors = [getattr(layer, name) for name in _TENSORS]
+            exports = [cell.export(tensor) if cell and tensor.requires_grad else None for tensor in tensors]
+            self._left[k] = {**vars(layer), **{name: it.detach() for name, it in zip(_TENSORS, tensors)}}, exports
+
+    def forget(self, i: int) -> None:
+        """Forget the cache of chunk ``i``, which has ended."""
+        self._caches.pop(i, None)
+
+    def _of(self, column: int) -> list[int]:
+        return [k for k in range(len(self._empty.layers)) if self._columns.get(k) == column]
+
+    def _verify(self, i: int, numbers: Sequence[int]) -> None:
+        lengths = {k: self._caches[i].layers[k].get_seq_length() for k in numbers}
+        wrong = {k: length for k, length in lengths.items() if length != self._ends[i]}
+        if wrong:
+            raise RuntimeError(
+                f"behind chunk {i} of a sequence, layers of the cache should have {self._ends[i]} tokens, but "
+                f"{wrong} have others: the model does not use its cache as generate() does, or a module that does has "
+                "no layer_idx; train on whole sequences"
+            )
