@@ -169,6 +169,11 @@ class OffloadedAliases(Aliases):
                     "offload; return a copy (weight.clone())"
                 )
 
+    def is_frozen(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight that is not trained, or a view of one."""
+        key = storage_key(tensor)
+        return any([storage_key(alias) == key and not alias.requires_grad for alias in self.all()])
+
     def refuse_changed(self, tensor: Tensor) -> None:
         """Refuse that the model changes a tensor, if that is a weight.
 

@@ -27,6 +27,7 @@ from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Mark, Stream
 from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
 from torchgpipe.listener.listener import NO_MICRO_BATCH, Heard, Kind, Listener, recorded, unheard
+from torchgpipe.model.untouched import changes_no_number
 from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.schedule import Action
 from torchgpipe.schedule.residency import Stay, residency
@@ -246,6 +247,9 @@ class _WatchedWeights(DispatchMode):
             for tensor in _tensors(args, kwargs):
                 self._aliases.verify_present(tensor, _here.present(), f"'{func}'")
             for tensor in _tensors(written(func, args, kwargs)):
+                # A trained weight may be another one at the next call, and be changed then.
+                if self._aliases.is_frozen(tensor) and changes_no_number(func, args, kwargs):
+                    continue
                 self._aliases.refuse_changed(tensor)
         return func(*args, **kwargs)
 
