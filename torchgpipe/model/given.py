@@ -9,7 +9,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatches", "to_floats"]
+__all__ = ["GIVE_THEM", "MicroBatches", "to_floats"]
+
+#: The next move where a batch cannot be split, for errors.
+GIVE_THEM = "give the micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"
 
 
 class MicroBatches(Sequence[Any]):
