@@ -185,7 +185,8 @@ class OffloadedAliases(Aliases):
             self.host_memory.forget_frozen()
             raise RuntimeError(
                 f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, "
-                "and the change would be lost; change parameters between two calls, such as after optimizer.step()"
+                "and the change would be lost; change parameters between two calls, such as after optimizer.step(), or "
+                "leave out offload"
             )
 
     def _key_of(self, parameter: Tensor) -> int:
