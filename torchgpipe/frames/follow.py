@@ -21,8 +21,10 @@ N = TypeVar("N", bound=nn.Module)
 def follow(network: N, model: nn.Module) -> N:
     """Move each adapter of a network to the device of the layer that calls it. ::
 
-        model = torchgpipe.pipelined(transformer, sample, chunks=4)
-        torchgpipe.follow(network, model)  # before or after its optimizer is made
+        transformer, adapter = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
+        transformer[1].forward = adapter.forward  # where an adapter of yours calls the layer's own forward
+        model = torchgpipe.pipelined(transformer, torch.randn(2, 8), chunks=2)
+        torchgpipe.follow(adapter, model)  # before or after its optimizer is made
 
     The adapter takes the place of the layer's ``forward``, or is called by a hook of the layer. Parameters stay the
     same objects.
