@@ -583,3 +583,69 @@ def test_a_weight_that_is_packed_by_its_first_run_is_what_its_attributes_say(tra
     assert torch.equal(model(x), expected) and torch.equal(model.eval()(x), expected)
     plain = model.unpipelined()
     assert torch.equal(torch.cat([plain(part) for part in x.chunk(2)]), expected)
+
+
+# ---------------------------------------------------------------------------------------- parameters, objects of torch
+
+
+class Clamped(nn.Linear):
+    """Clamps its weights in forward, as Gemma 3n does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-2, 2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_an_operation_in_place_that_leaves_a_parameter_as_it_is(offload: bool) -> None:
+    """An optimizer may change the weights, so that it does not leave them any more."""
+    layers = [Clamped(4, 4) if k % 2 else nn.Linear(4, 4) for k in range(4)]
+    for layer in layers[1::2]:
+        layer.requires_grad_(not offload)
+    model, plain = make(Chain(*layers), offload=offload)
+    if not offload:
+        with torch.no_grad():
+            for one in (model, plain):
+                one.layers[1].weight.mul_(100)
+    expect_same(model, plain)
+    assert torch.equal(model.layers[1].weight, plain.layers[1].weight)
+
+
+@pytest.mark.parametrize("how", ["seen", "shared", "offload"])
+def test_an_operation_in_place_on_a_parameter_that_others_would_miss(how: str) -> None:
+    """Autograd sees it in what another micro-batch has saved; a copy on another device does not get the change."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.layers[1].weight
+        with torch.no_grad():
+            (weight if how == "seen" else weight.data).clamp_(-9, 9)
+        return Chain.forward(self, x)  # type: ignore[no-any-return]
+
+    model = chain(forward) if how != "offload" else Chain(*[Clamped(4, 4) for _ in range(4)])
+    if how == "shared":
+        model.layers[3].weight = model.layers[1].weight
+    with pytest.raises(
+        RuntimeError, match=r"changes the (parameter 'layers\.1\.weight'|weight) .* after optimizer.step"
+    ):
+        make(model, offload=how == "offload")
+
+
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        y: Tensor = super().forward(x) * mask.to_dense().reshape(-1).to(x.dtype)
+        return y
+
+
+@pytest.mark.on_late
+def test_an_object_of_torch_comes_to_the_device_of_the_column(devices: Devices) -> None:
+    """The tensors of a BlockMask stayed on the device of its first use."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device=x.device, BLOCK_SIZE=4)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+    model, plain = make(chain(forward, *[Masked(4, 4) for _ in range(4)]), devices(2), checkpoint=True)
+    expect_same(model, plain)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.frames.models import TWO, Chain, chain, gradients, same
-from torchgpipe import pipelined
+from torchgpipe import MicroBatches, pipelined
 from torchgpipe.frames import threads
 from torchgpipe.frames.pipeline import NumbersOfProof
 from torchgpipe.frames.proof import FramesProof
@@ -274,6 +274,33 @@ def test_a_sample_that_cannot_be_varied_is_refused() -> None:
         ValueError, match=r"all rows of the sample are equal in \['x'\], and cannot be varied.* give a s"
     ):
         two(model, torch.zeros(4, 4, dtype=torch.bool))
+
+
+def test_sizes_that_shapes_are_computed_of_stay() -> None:
+    """Mistral's and Phi-4's images have a size each, and equal sizes were varied like the ids of tokens."""
+    model = chain(lambda self, x, sizes: Chain.forward(self, x.view(-1, *sizes[0]).flatten(1)))
+    sizes = torch.full((2, 2), 2)
+    pipelined(model, (torch.randn(2, 4), sizes), chunks=2, devices=TWO, balance="parameters")
+    two(model.unpipelined(), (torch.randn(1, 4), sizes[:1]))
+
+
+def test_rows_in_another_dimension_are_refused_and_taken_as_micro_batches() -> None:
+    """HiDream has the layers of its text encoder before the rows."""
+
+    def forward(self: Any, x: Tensor, layers: Tensor) -> Tensor:
+        return Chain.forward(self, x + layers.sum(0))  # type: ignore[no-any-return]
+
+    plain, batches = chain(forward).double(), [(torch.randn(2, 4), torch.randn(3, 2, 4)) for _ in range(2)]
+    batches = [(x.double(), layers.double()) for x, layers in batches]
+    model = copy.deepcopy(plain)
+    with pytest.raises(RuntimeError, match="size of tensor") as failed:
+        pipelined(model, batches[0], chunks=2, devices=TWO)
+    assert any(["give the micro-batches yourself" in note for note in failed.value.__notes__])
+    pipelined(model, (MicroBatches(batches),), devices=TWO)
+    for ours, batch in zip(model(MicroBatches(batches)), batches):
+        ours.sum().backward(retain_graph=True)
+        plain(*batch).sum().backward()
+    same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("ids", [[0, 0], [1, 1], [3, 3], [0, 3]], ids=str)

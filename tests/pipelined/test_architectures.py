@@ -47,6 +47,14 @@ def test_an_architecture_gives_what_the_plain_model_gives(name: str) -> None:
     assert result["verdict"] == "exact", result.get("trace")
 
 
+@pytest.mark.parametrize("name", ["phi4_multimodal", "wan"])
+def test_an_architecture_in_host_memory(name: str) -> None:
+    """One that installs hooks when it runs first, and one whose blocks have parameters of their own."""
+    way = Way(step=True, devices=tuple(TWO), schedule="LayerMajor")
+    result = try_way(CATALOGUE[name], CATALOGUE[name].build(), way, offload=True)
+    assert result["verdict"] == "exact", result.get("trace")
+
+
 @pytest.mark.parametrize("step", [False, True], ids=["backward", "step"])
 def test_a_contrastive_model_is_refused_by_the_name_of_what_couples_its_rows(step: bool) -> None:
     architecture = CATALOGUE["clip (contrastive)"]

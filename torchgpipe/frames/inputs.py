@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.model.given import GIVE_THEM, MicroBatches
 from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
 from torchgpipe.model.sequence import CarriedCache
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
@@ -161,8 +161,8 @@ class Splitter:
         if nested:
             raise ValueError(
                 f"{nested} are nested tensors, which cannot be split along dimension 0: pad them to a dense tensor, "
-                "give a list with an item for each row, name in no_chunk what every micro-batch gets whole, or give "
-                "the micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"
+                "give a list with an item for each row, name in no_chunk what every micro-batch gets whole, or "
+                + GIVE_THEM
             )
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
         in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)

@@ -19,7 +19,7 @@ from torchgpipe.devices.memory import bytes_of, ran_out_of_memory
 from torchgpipe.devices.torch_internals import is_optimized, own_call, runs_compiled
 from torchgpipe.devices.typing import Device
 from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import Arguments, arguments_of
+from torchgpipe.frames.inputs import Arguments, arguments_of, window_of
 from torchgpipe.frames.move import move
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.pipelined_module import (
@@ -195,7 +195,7 @@ def _pipelined(
     studied: Study | None = None,
 ) -> M:
     verify_module(module)
-    window = sample if isinstance(sample, MicroBatches) else None
+    window = sample if isinstance(sample, MicroBatches) else window_of(arguments_of(sample))
     verify_independent(window, "the sample of pipelined")
     if chunks is None and window is None:
         raise TypeError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,12 +53,13 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     """
     settings = pipeline.settings
     splitter, count = settings.study.splitter, min(2, settings.chunks)
-    tried = [sample]
+    variations = [[sample]]
     if window_of(sample) is None and splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        tried = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
+        variations = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
     with_loss = target is not None and settings.loss_fn is not None
+    tried = [*chain(*variations)]
     for k, arguments in enumerate(tried):
         settings.study.rules.clear()
         proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
@@ -65,7 +67,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
             if verifies:
                 proof.run()
                 # Few labels count, so a rule may fit by chance.
-                for other in tried[k + 1 : len(tried) // 2]:
+                for other in variations[0][k + 1 :]:
                     proof.confirm_rules(splitter.micro_batches(other, count))
                 break
             if proof.find_rules():
@@ -111,7 +113,7 @@ class FramesProof(PlainSide):
             if i is None:
                 error.add_note(
                     f"while the plain model ran on {sum(self._sizes)} rows, to compare the pipeline with it "
-                    f"({self._decisions()})"
+                    f"({self._decisions()}); perhaps {self._remedy()}"
                 )
             raise
 

@@ -17,6 +17,7 @@ from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
 from torchgpipe.frames.visitors import unobserved
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import cotangent
+from torchgpipe.model.given import GIVE_THEM
 from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.proof.proof import Proof, Roots, Take
 from torchgpipe.replay.random import generators_in
@@ -177,10 +178,7 @@ class PlainSide(Proof, ABC):
         first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
         remedy = f"dimension 0 of '{batch}' is not the batch"
         remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
-        return (
-            f"{remedy}; name in no_chunk what every micro-batch gets whole, or give chunks=1, or whole batches as "
-            "micro-batches, in torchgpipe.MicroBatches([...])"
-        )
+        return f"{remedy}; name in no_chunk what every micro-batch gets whole, {GIVE_THEM}, or give chunks=1"
 
     def _decisions(self) -> str:
         return f"by the sample: {self._settings.study.splitter.decisions()}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from torchgpipe.devices.torch_internals import (
 from torchgpipe.frames.glue import changes_in_place
 from torchgpipe.frames.layout import Part
 from torchgpipe.frames.twin import may_have_twin
-from torchgpipe.model.untouched import attributes
+from torchgpipe.model.untouched import attributes, changes_no_number
 from torchgpipe.model.values import each
 
 __all__ = ["Trace", "find_spine", "trace"]
@@ -95,8 +96,11 @@ class _Uses(TorchFunctionMode):
         parameters = dict(module.named_parameters())
         #: The tensors that modules have before the run, by their ids.
         self._before: dict[int, Tensor] = {id(tensor): tensor for tensor in (*parameters.values(), *module.buffers())}
-        self._parameters = {_address(parameter): name for name, parameter in parameters.items()}
+        self._parameters = {_address(parameter): (name, parameter) for name, parameter in parameters.items()}
         self._parameters.pop(0, None)
+        #: The parameters with several names. Another partition may use a copy, which a change in place does not reach.
+        names = Counter([parameter for _, parameter in module.named_parameters(remove_duplicate=False)])
+        self._shared = {parameter for parameter, count in names.items() if count > 1}
         #: The arguments that may be labels, each with its address, and those of them that are embedded.
         self._integers = {
             name: (_address(value), value)
@@ -115,10 +119,11 @@ class _Uses(TorchFunctionMode):
         for _, tensor in each((args, kwargs)):
             if id(tensor) in self._before:
                 self.used.setdefault(tensor, self.now)
-        if changes_in_place(func) and not _assigns_itself(func, args):
-            self._refuse_changed(func, args[:1])
+        changed: tuple[str, nn.Parameter] | None = None
+        if changes_in_place(func) and not _assigns_itself(func, args) and func.__name__ != "requires_grad_":
+            changed = self._parameter_in(args[:1])
         elif "out" in kwargs:
-            self._refuse_changed(func, kwargs["out"])
+            changed = self._parameter_in(kwargs["out"])
         elif func in (functional.cross_entropy, functional.nll_loss):
             called = inspect.signature(func).bind(*args, **kwargs).arguments
             self._note_labels(called["target"], called.get("ignore_index", -100))
@@ -128,15 +133,24 @@ class _Uses(TorchFunctionMode):
                 for name, (address, _) in self._integers.items()
                 if address == _address((*args, *kwargs.values())[0])
             }
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if changed is None else self._write(func, args, kwargs, *changed)
         self.dtypes |= {tensor.dtype for _, tensor in each(result)}
         return result
 
-    def _refuse_changed(self, func: Callable[..., Any], changed: Any) -> None:
-        for _, tensor in each(changed):
-            name = self._parameters.get(_address(tensor))
-            if name is not None and func.__name__ != "requires_grad_":
-                raise _changes_parameter(name, f"'{func.__name__}'")
+    def _write(self, func: Callable[..., Any], args: Any, kwargs: Any, name: str, parameter: nn.Parameter) -> Any:
+        """Run an operation that writes to a parameter, if that leaves the parameter as it is."""
+        if parameter not in self._shared and changes_no_number(func, args, kwargs):
+            count = versions([parameter])
+            result = func(*args, **kwargs)
+            # Else autograd would refuse the backward of an earlier micro-batch, which has saved the parameter.
+            if versions([parameter]) == count:
+                return result
+        raise _changes_parameter(name, f"'{func.__name__}'")
+
+    def _parameter_in(self, value: Any) -> tuple[str, nn.Parameter] | None:
+        """Return the name of the first parameter whose memory a tensor in a value has, and the parameter."""
+        found = [self._parameters.get(_address(tensor)) for _, tensor in each(value)]
+        return next((named for named in found if named is not None), None)
 
     def _note_labels(self, target: Any, ignored: int = -100) -> None:
         """Note the argument that a cross entropy has got for its labels, perhaps without the first of each row."""

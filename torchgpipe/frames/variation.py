@@ -15,7 +15,8 @@ Labels of one class, as of ``torch.zeros``, hide that classes have weights: micr
 One label is 0, and in another variation all that are left out: a model may leave out its padding by itself.
 
 A model may not take all of this: lengths are no lengths any more, or rows lose their first word. So milder variations
-follow, in which rows are rolled, and single integers stay.
+follow, in which rows are rolled, and single integers stay. A model may compute shapes of integers, such as the sizes of
+images. So in the mildest one, all integers stay, if floats can be varied.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ __all__ = ["vary_sample"]
 
 def vary_sample(
     splitter: Splitter, sample: Arguments, labels: tuple[str, int], *, must_differ: bool = True
-) -> list[Arguments]:
+) -> list[list[Arguments]]:
     """Return variations of a sample, those that show most first: a model may not take all of them.
+
+    They are together that vary the rows in the same way, and the labels in another one.
 
     Args:
         splitter: tells what is split
@@ -46,18 +49,30 @@ def vary_sample(
     """
     name, ignored = labels
     result = []
-    for mildly in (False, True):
-        other = _with_different_rows(splitter, sample, mildly, must_differ)
+    for mildly, integers in ((False, True), (True, True), (True, False)):
+        other = _with_different_rows(splitter, sample, mildly, integers)
+        if other is None:
+            if must_differ:
+                continue
+            other = sample
         uneven = [splitter.changed(other, partial(_unevenly, name, one)) for one in dict.fromkeys((ignored, 0))]
-        result += [*uneven, other] if name in splitter.tensors(sample) else [other]
-    return result
+        result.append([*uneven, other] if name in splitter.tensors(sample) else [other])
+    if result:
+        return result
+    raise ValueError(
+        f"all rows of the sample are equal in {[*splitter.tensors(sample)]}, and cannot be varied, so they do not show "
+        "whether the model couples rows; give a sample whose rows differ (verify=False skips the comparison, and "
+        "results may be wrong)"
+    )
 
 
-def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, must_differ: bool) -> Arguments:
+def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, integers: bool) -> Arguments | None:
+    """Return a sample whose rows differ, those of integers only if ``integers``; None if the rows cannot be varied."""
     differ: dict[str, bool] = {}
 
     def change(path: str, tensor: Tensor, readily: bool) -> Tensor:
-        new = _varied(tensor, mildly) if _may_vary(path, tensor, splitter.rows, readily=readily) else tensor
+        may = (integers or tensor.is_floating_point()) and _may_vary(path, tensor, splitter.rows, readily=readily)
+        new = _varied(tensor, mildly) if may else tensor
         differ[path] = tensor.is_meta or bool((new != new[:1]).any())
         return _padded(new) if path.endswith("mask") and not mildly else new
 
@@ -65,12 +80,7 @@ def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, mu
         result = splitter.changed(sample, partial(change, readily=readily))
         if not differ or any(differ.values()):
             return result
-    if not must_differ:
-        return result
-    raise ValueError(
-        f"all rows of the sample are equal in {[*differ]}, and cannot be varied, so they do not show whether the model "
-        "couples rows; give a sample whose rows differ (verify=False skips the comparison, and results may be wrong)"
-    )
+    return None
 
 
 def _may_vary(path: str, tensor: Tensor, rows: int, *, readily: bool) -> bool:

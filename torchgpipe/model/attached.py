@@ -74,7 +74,7 @@ def _places(holder: Any, key: Any, known: set[int]) -> Iterator[tuple[Any, Any]]
             inside = value, range(len(value))
         elif isinstance(value, dict):
             inside = value, [*value]
-        elif is_plain_object(kind):
+        elif is_plain_object(value):
             inside = _Attributes(value), _names_of(value)
         for k in inside[1]:
             yield from _places(inside[0], k, known)

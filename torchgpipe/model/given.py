@@ -14,6 +14,7 @@ from torchgpipe.model.sequence import CarriedCache, cut_sequence
 from torchgpipe.model.values import each
 
 __all__ = [
+    "GIVE_THEM",
     "MicroBatches",
     "length_of",
     "order_of",
@@ -22,6 +23,9 @@ __all__ = [
     "verify_independent",
     "windows",
 ]
+
+#: The next move where a batch cannot be split, for errors.
+GIVE_THEM = "give the micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"
 
 
 # No Sequence: what moves and pins batches, such as a DataLoader, would make another of it without the weights.

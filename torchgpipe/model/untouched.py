@@ -1,8 +1,9 @@
 """Running a model without leaving a trace: what a run changes is put back afterwards.
 
-Parameters are not copied: a forward that changes them is refused (see `spine.trace`), and gradients go to aliases. But
-what a parameter has for attributes is put back, and the memory that it had: a layer that packs its weights may move a
-scale from its parameter to itself in its first run, or give the parameter packed memory, which the attributes describe.
+Parameters are not copied: a forward that changes their numbers is refused (see `spine.trace`), and gradients go to
+aliases. But what a parameter has for attributes is put back, and the memory that it had: a layer that packs its weights
+may move a scale from its parameter to itself in its first run, or give the parameter packed memory, which the
+attributes describe.
 """
 
 from __future__ import annotations
@@ -24,11 +25,33 @@ from torchgpipe.model.comparison import difference_of
 from torchgpipe.model.values import each
 from torchgpipe.replay.random import restored_generators
 
-__all__ = ["Buffers", "attributes", "in_mode", "python_random_states", "set_python_random_states", "untouched"]
+__all__ = [
+    "Buffers",
+    "attributes",
+    "changes_no_number",
+    "in_mode",
+    "python_random_states",
+    "set_python_random_states",
+    "untouched",
+]
 
 #: What every module has, apart from what its class puts there; of this, only hooks are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
 _HOOKS = [name for name in _OF_EVERY_MODULE if "hooks" in name]
+
+
+def changes_no_number(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Return whether an operation in place would leave its first argument as it is, as a clamp to wide bounds does.
+
+    A copy tells: a tensor that was changed could not be put back where others use it.
+    """
+    tensor = args[0] if args else None
+    if not isinstance(tensor, Tensor):
+        return False
+    copy = tensor.detach().clone()
+    memory = copy.data_ptr()
+    func(copy, *args[1:], **kwargs)
+    return copy.data_ptr() == memory and torch.equal(copy, tensor)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Walking through the values that a model passes around: containers with tensors somewhere in them.
 
 This is the one file that knows containers: tuples, named tuples, lists, dicts and other mappings, dataclasses, and,
-where they are asked for, caches of earlier tokens and plain objects of the user's classes. Everything else is passed as
+where they are asked for, caches of earlier tokens and plain objects. Everything else is passed as
 it is. `container` opens any of them; `mapped` has the first ones written out, because it runs for every call of a
 module of the spine, and for every operation between two of them: a general library takes five times as long.
 """
@@ -37,9 +37,6 @@ __all__ = [
 
 _PLAIN = (int, float, str, bool, type(None))
 
-#: Where PyTorch has the masks of FlexAttention, which hold their tensors as plain objects do.
-_OF_MASKS = "torch.nn.attention.flex_attention"
-
 
 class Container(NamedTuple):
     """A value that holds other values.
@@ -64,7 +61,7 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
     Args:
         value: a value
         caches: whether to open caches, too, which are copied when they are rebuilt
-        objects: whether to open plain objects of the user's classes, too, which are copied when they are rebuilt
+        objects: whether to open plain objects, too, which are copied when they are rebuilt
     """
     kind: Any = type(value)
     if isinstance(value, (Tensor, *_PLAIN)):
@@ -85,7 +82,7 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
         )
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if hasattr(value, field.name)]
-    elif (caches and is_cache(value)) or (objects and is_plain_object(kind) and hasattr(value, "__dict__")):
+    elif (caches and is_cache(value)) or (objects and hasattr(value, "__dict__") and is_plain_object(value)):
         names = list(vars(value))
     else:
         return None
@@ -113,7 +110,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
         value: a value
         change: maps tensors
         caches: whether to look into caches as well, which are then copied
-        objects: whether to look into plain objects of the user's classes as well, which are then copied
+        objects: whether to look into plain objects as well, which are then copied
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -221,7 +218,7 @@ def copied(value: Any, *, objects: bool = True) -> Any:
 
     Args:
         value: a value
-        objects: whether to copy plain objects of the user's classes, too
+        objects: whether to copy plain objects, too
     """
     opened = container(value, caches=True, objects=objects)
     if opened is None:
@@ -302,12 +299,22 @@ def _is_kind_of_cache(kind: Any) -> bool:
     return any(["Cache" in base.__name__ or base.__name__.endswith("LayerMixin") for base in kind.__mro__])
 
 
+def is_plain_object(value: Any) -> bool:
+    """Return whether an object is a mere holder of attributes, so that a copy does the same.
+
+    Of torch's own objects, only those that hold tensors are, such as a BlockMask: no streams, no groups of processes.
+    """
+    kind: Any = type(value)
+    return _is_plain(kind) and (
+        kind.__module__.partition(".")[0] != "torch"
+        or any([isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values()])
+    )
+
+
 @cache
-def is_plain_object(kind: Any) -> bool:
-    """Return whether instances of a class are mere holders of attributes, so that a copy does the same."""
+def _is_plain(kind: Any) -> bool:
     others = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.ModuleType, BaseException)
-    is_of_torch = kind.__module__.partition(".")[0] in ("builtins", "torch", "_thread")
-    return not issubclass(kind, others) and (not is_of_torch or kind.__module__ == _OF_MASKS)
+    return not issubclass(kind, others) and kind.__module__ not in ("builtins", "_thread")
 
 
 def copy_without_graph(tensor: Tensor) -> Tensor:

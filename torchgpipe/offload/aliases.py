@@ -176,6 +176,11 @@ class OffloadedAliases(Aliases):
                     "offload; return a copy (weight.clone())"
                 )
 
+    def is_frozen(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight that is not trained, or a view of one."""
+        key = storage_key(tensor)
+        return any([storage_key(alias) == key and not alias.requires_grad for alias in self.all()])
+
     def refuse_changed(self, tensor: Tensor) -> None:
         """Refuse that the model changes a tensor, if that is a weight.
 
@@ -187,7 +192,8 @@ class OffloadedAliases(Aliases):
             self.host_memory.forget_frozen()
             raise RuntimeError(
                 f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, "
-                "and the change would be lost; change parameters between two calls, such as after optimizer.step()"
+                "and the change would be lost; change parameters between two calls, such as after optimizer.step(), or "
+                "leave out offload"
             )
 
 

@@ -30,6 +30,7 @@ from torchgpipe.devices.torch_internals import DispatchMode, pytree, written
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import NO_MICRO_BATCH, Heard, Kind, Listener, recorded
+from torchgpipe.model.untouched import changes_no_number
 from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.offload.host_copies import Half, HostCopies, HostCopy
 from torchgpipe.schedule import Action
@@ -264,6 +265,9 @@ class _Watch(DispatchMode):
             for tensor in _tensors(args, kwargs):
                 self._aliases.verify_present(tensor, _here.column(), f"'{func}'")
             for tensor in _tensors(written(func, args, kwargs)):
+                # A trained weight may be another one at the next call, and be changed then.
+                if self._aliases.is_frozen(tensor) and changes_no_number(func, args, kwargs):
+                    continue
                 self._aliases.refuse_changed(tensor)
         return func(*args, **kwargs)
 

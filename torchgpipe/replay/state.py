@@ -8,6 +8,9 @@ as the second run takes.
 What tells that a tensor has changed is costly or unreliable: versions say nothing of ``.data``, of NumPy and of norms,
 and values have to be waited for. So small tensors are copied before each first run, without a question. A large one,
 such as a causal mask, is compared once, around the first run of its layer, and copied again only if that changed it.
+
+A library that installs hooks in a first run notes that in an attribute. The second run does not find the attribute, so
+it must not find the hooks: it installs its own, which are removed with the attribute.
 """
 
 from __future__ import annotations
@@ -60,8 +63,10 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places: list[_Place] = []
+        self._hooks: list[dict[int, Any]] = []
         owners = []
         for module in modules:
+            self._hooks += [module._forward_pre_hooks, module._forward_hooks]
             # Classes of PyTorch keep nothing but buffers, and ours look after themselves.
             is_users = not type(module).__module__.startswith(("torch.", "torchgpipe."))
             if is_users:
@@ -73,7 +78,7 @@ class State:
 
     def begin(self) -> Before | None:
         """Note the state before a first run; None if there can be none."""
-        return Before(self._places) if self._places else None
+        return Before(self._places, self._hooks) if self._places else None
 
 
 class Before:
@@ -81,11 +86,14 @@ class Before:
 
     Args:
         places: where it is
+        hooks: the hooks of the modules
     """
 
-    __slots__ = ("_copies", "_found", "_large", "_needed")
+    __slots__ = ("_copies", "_found", "_hooks", "_large", "_needed")
 
-    def __init__(self, places: Iterable[_Place]) -> None:
+    def __init__(self, places: Iterable[_Place], hooks: Iterable[dict[int, Any]]) -> None:
+        #: Hooks, and how many there are; then those to which the first run has added.
+        self._hooks = [(of_one, len(of_one)) for of_one in hooks]
         #: For each place what is there, and how many names there are.
         self._found: list[tuple[_Place, dict[str, Any], int]] = []
         #: Copies of tensors; None for those that are only written.
@@ -141,6 +149,7 @@ class Before:
             if len(now) != count:
                 new = now.keys() - values.keys() - _OF_EVERY_MODULE
                 self._needed += [(now, name, _nothing) for name in new if isinstance(now[name], _KINDS)]
+        self._hooks = [(hooks, count) for hooks, count in self._hooks if len(hooks) > count]
         self._found, self._large = [], []
 
     def _need(self, place: _Place, name: str, value: Any) -> None:
@@ -169,13 +178,20 @@ class Before:
         # A tensor may be in two places.
         fresh = {tensor: (tensor if copy is None else copy).clone() for tensor, copy in self._copies.items()}
         now = [(values, name, values.get(name, _nothing)) for values, name, _ in self._needed]
+        hooks_now = [(hooks, [*hooks.items()]) for hooks, _ in self._hooks]
         try:
+            for hooks, count in self._hooks:
+                for key in [*hooks][count:]:
+                    del hooks[key]
             for values, name, value in self._needed:
                 _put(values, name, fresh.get(value, value) if isinstance(value, Tensor) else value)
             yield
         finally:
             for values, name, value in now:
                 _put(values, name, value)
+            for hooks, items in hooks_now:
+                hooks.clear()
+                hooks.update(items)
 
 
 def _put(values: dict[str, Any], name: str, value: Any) -> None:

@@ -13,6 +13,6 @@ from benchmarks.campaigns.architectures.catalogue import CATALOGUE, KINDS, Archi
 __all__ = ["CATALOGUE", "KINDS", "Architecture"]
 
 TEXT = "decoders", "encoder_decoders", "encoders", "recurrent", "sparse"
-IMAGES_AND_SOUND = "detection", "diffusion", "image_libraries", "speech", "vision", "vision_language"
-for name in (*TEXT, *IMAGES_AND_SOUND):
+IMAGES = "detection", "diffusion", "diffusion_transformers", "image_libraries", "vision", "vision_language", "grids"
+for name in (*TEXT, *IMAGES, "speech"):
     import_module(f"{__name__}.{name}")

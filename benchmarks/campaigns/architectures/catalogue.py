@@ -75,6 +75,7 @@ class Architecture:
         explicit: whether ``pipelined`` has to be told the weight, which differs from its own
         rows: of a mini-batch
         whole: the names of arguments that are not split although they have a row for each of the batch
+        given: whether the caller gives the micro-batches, because a batch of them cannot be split
         draws: whether it draws random numbers that matter; then it is compared with itself on one device
         coupled: the names of outputs that balance experts over the batch, so that they differ for its parts
         refused: whether the rows of its batch are coupled, so that it has to be refused
@@ -91,6 +92,7 @@ class Architecture:
     explicit: bool = False
     rows: int = 5
     whole: tuple[str, ...] = ()
+    given: bool = False
     draws: bool = False
     coupled: tuple[str, ...] = ()
     refused: bool = False

@@ -74,6 +74,31 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "global_head_dim": 8,
+        },
+    ),
     "vaultgemma": ("VaultGemmaForCausalLM", {"sliding_window": 4}),
     "phi": ("PhiForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {"rope_parameters": None}),
@@ -123,7 +148,7 @@ for name, (cls, settings) in DECODERS.items():
         language_model(cls, **settings),
         text,
         weight=all_labels if name == "trocr" else shifted_labels,  # which leaves the shift to its caller
-        ci=name in ("llama", "gpt2"),
+        ci=name in ("llama", "gpt2", "gemma3n"),
     )
 
 add(

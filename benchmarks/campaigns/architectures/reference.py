@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.campaigns.architectures.catalogue import Architecture, Call
 from torchgpipe.frames.outputs import CacheOfMicroBatches
 
-__all__ = ["TOLERANCE", "Run", "compare", "loss_of", "micro_batches", "run_plain", "state"]
+__all__ = ["TOLERANCE", "Run", "compare", "loss_of", "micro_batches", "run_plain", "shares_of", "state"]
 
 TOLERANCE = 1e-10
 
@@ -51,7 +51,10 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 def micro_batches(architecture: Architecture, batch: Call, rows: int, chunks: int) -> list[tuple[Call, int]]:
-    """Split arguments as `torch.chunk` does; return each micro-batch with its rows."""
+    """Split arguments as `torch.chunk` does, unless they are given so; return each micro-batch with its rows."""
+    if architecture.given:
+        (window,) = batch[0]
+        return [(call, next(iter(call[1].values())).size(0)) for call in window]
     sizes = [len(part) for part in torch.empty(rows).chunk(chunks)]
 
     def part(value: Any, begin: int, end: int) -> Any:
@@ -59,6 +62,8 @@ def micro_batches(architecture: Architecture, batch: Call, rows: int, chunks: in
             return value[begin:end] if value.dim() and len(value) == rows else value
         if type(value) is list and len(value) == rows:
             return value[begin:end]
+        if type(value) is dict:
+            return {key: part(item, begin, end) for key, item in value.items()}
         return value
 
     result = []
@@ -79,12 +84,17 @@ def loss_of(architecture: Architecture, output: Any) -> Tensor:
     return architecture.loss(output) if architecture.loss is not None else output.loss
 
 
+def shares_of(architecture: Architecture, parts: Sequence[tuple[Call, int]]) -> list[float]:
+    """Return the share of each micro-batch in the mean."""
+    weigh = architecture.weight
+    weights = [float(size) if weigh is None else weigh(kwargs) for (_, kwargs), size in parts]
+    return [weight / sum(weights) for weight in weights]
+
+
 def run_plain(architecture: Architecture, model: nn.Module, batch: Call, rows: int, chunks: int) -> Run:
     """Run the plain model micro-batch by micro-batch, forward and backward."""
     parts = micro_batches(architecture, batch, rows, chunks)
-    weigh = architecture.weight
-    weights = [float(size) if weigh is None else weigh(kwargs) for (_, kwargs), size in parts]
-    shares = [weight / sum(weights) for weight in weights]
+    shares = shares_of(architecture, parts)
     run = Run(torch.zeros(()), shares=shares)
     losses = []
     for ((args, kwargs), _), share in zip(parts, shares):
@@ -101,9 +111,11 @@ def run_plain(architecture: Architecture, model: nn.Module, batch: Call, rows: i
 def compare(plain: Run, run: Run) -> list[str]:
     """Return in which ways another run differs from the plain one."""
     faults = list(_tensor("the loss", run.loss, plain.loss))
-    if run.outputs:
-        (joined,) = run.outputs
-        faults += list(_output("", joined, plain.outputs, plain.shares, set()))
+    if len(run.outputs) == 1:
+        faults += list(_output("", run.outputs[0], plain.outputs, plain.shares, set()))
+    elif run.outputs:
+        for ours, expected in zip(run.outputs, plain.outputs, strict=True):
+            faults += list(_output("", ours, [expected], [1.0], set()))
     for label, ours, theirs in (
         ("the gradient of", run.gradients, plain.gradients),
         ("buffer", run.buffers, plain.buffers),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor, nn
+from torch.nn import functional
+
 from benchmarks.campaigns.architectures.catalogue import add
 from benchmarks.campaigns.architectures.data import shifted_labels, text
 from benchmarks.campaigns.architectures.decoders import language_model
@@ -73,6 +76,29 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": ("MiniMaxForCausalLM", {**ROUTED, "block_size": 4}),
 }
 
+
+class FurtherTokens(nn.Module):
+    """DeepSeek-V3 in training: a further block predicts the token after the next one, with the same words and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.modeling_layers import MtpLayer
+
+        self.main = language_model("DeepseekV3ForCausalLM", **LATENT)()
+        block = self.main.model.layers[-1]
+        self.further = MtpLayer(self.main.config, type(block), type(block.input_layernorm), 0)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        output = self.main(input_ids, attention_mask=attention_mask, labels=labels, output_hidden_states=True)
+        hidden, words = output.hidden_states[-1][:, :-1], self.main.get_input_embeddings()(input_ids[:, 1:])
+        places = attention_mask[:, 1:].cumsum(1)
+        turns = self.main.model.rotary_emb(hidden, places)
+        further = self.main.lm_head(self.further(words, hidden, turns, None, places, None))
+        after = functional.cross_entropy(further[:, :-1].flatten(0, 1), labels[:, 2:].flatten(), reduction="sum")
+        output.loss = output.loss + 0.3 * after / (labels[:, 1:] != -100).sum()
+        return output
+
+
 for name, (cls, settings) in MIXTURES.items():
     add(
         name,
@@ -84,3 +110,5 @@ for name, (cls, settings) in MIXTURES.items():
         draws=name == "phimoe",  # Its router samples in training.
         ci=name == "mixtral (router logits)",
     )
+
+add("deepseek_v3 (multi-token prediction)", "mixture of experts", FurtherTokens, text, weight=shifted_labels)

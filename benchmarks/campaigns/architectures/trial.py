@@ -24,9 +24,18 @@ import torch
 from torch import Generator, nn
 
 from benchmarks.campaigns.architectures import CATALOGUE, Architecture
+from benchmarks.campaigns.architectures.catalogue import Call
 from benchmarks.campaigns.architectures.operators import register_missing
 from benchmarks.campaigns.architectures.precision import in_float64
-from benchmarks.campaigns.architectures.reference import Run, compare, loss_of, run_plain, state
+from benchmarks.campaigns.architectures.reference import (
+    Run,
+    compare,
+    loss_of,
+    micro_batches,
+    run_plain,
+    shares_of,
+    state,
+)
 
 __all__ = ["WAYS", "Way", "prepare", "run", "try_way"]
 
@@ -91,11 +100,24 @@ def prepare() -> None:
     register_missing()
 
 
+def draw(architecture: Architecture, rows: int, chunks: int, seed: int) -> Call:
+    """Return random arguments with so many rows; those of each micro-batch, if a batch cannot be split."""
+    from torchgpipe import MicroBatches
+
+    generator = Generator().manual_seed(seed)
+    if not architecture.given:
+        return architecture.inputs(rows, generator)
+    batches = [architecture.inputs(len(part), generator) for part in torch.empty(rows).chunk(chunks)]
+    weigh = architecture.weight
+    weights = None if weigh is None else [weigh(kwargs) for _, kwargs in batches]
+    return (MicroBatches(batches, weights=weights),), {}
+
+
 def pipeline(architecture: Architecture, model: nn.Module, way: Way, **options: Any) -> Any:
     """Pipeline a model in a way; there may be fewer partitions, if its spine is shorter than a random way asks for."""
     from torchgpipe import pipelined
 
-    sample = architecture.inputs(2, Generator().manual_seed(100))
+    sample = draw(architecture, 2, 2, seed=100)
     options = {"chunks": way.chunks, "schedule": way.schedule, "verify": architecture.coupled or True, **options}
     # The catalogue knows what its experts do.
     warnings.filterwarnings("ignore", message=".* differ between rows together and rows apart")
@@ -105,7 +127,7 @@ def pipeline(architecture: Architecture, model: nn.Module, way: Way, **options: 
         options["weight"] = architecture.weight
     if way.balance is not None:
         return pipelined(model, sample, devices=list(way.devices), balance=way.balance, **options)
-    draw = random.Random(way.seed)
+    cut = random.Random(way.seed)
     for n in range(len(way.devices), 1, -1):
         devices = list(way.devices[:n])
         try:
@@ -115,7 +137,7 @@ def pipeline(architecture: Architecture, model: nn.Module, way: Way, **options: 
                 continue
             raise
         model.unpipelined()  # type: ignore[operator]
-        cuts = sorted(draw.sample(range(1, len(spine)), n - 1))
+        cuts = sorted(cut.sample(range(1, len(spine)), n - 1))
         balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(spine)])]
         return pipelined(model, sample, devices=devices, balance=balance, **options)
     raise AssertionError("unreachable")
@@ -127,18 +149,21 @@ def run_pipelined(architecture: Architecture, model: Any, way: Way, batch: Any) 
     if way.step:
         return Run(model.step(*args, **kwargs), **state(model))
     output = model(*args, **kwargs)
-    loss = loss_of(architecture, output)
+    outputs, shares = [output], [1.0]
+    if architecture.given:
+        outputs, shares = output, shares_of(architecture, micro_batches(architecture, batch, 0, 0))
+    loss = torch.stack([loss_of(architecture, output) * share for output, share in zip(outputs, shares)]).sum()
     loss.backward()
-    return Run(loss.detach(), [output], [1.0], **state(model))
+    return Run(loss.detach(), outputs, shares, **state(model))
 
 
-def try_way(architecture: Architecture, base: nn.Module, way: Way) -> dict[str, Any]:
-    """Compare one way with the plain model; return the verdict, with what led to it."""
+def try_way(architecture: Architecture, base: nn.Module, way: Way, **options: Any) -> dict[str, Any]:
+    """Compare one way, with options of `pipelined`, with the plain model; return the verdict, with what led to it."""
     rows = architecture.rows + (way.seed % 2 if architecture.rows < 8 else 0)
     start = time.perf_counter()
     layout = None
     try:
-        batch = architecture.inputs(rows, Generator().manual_seed(way.seed))
+        batch = draw(architecture, rows, way.chunks, way.seed)
         torch.manual_seed(way.seed)
         model = copy.deepcopy(base)
         if architecture.draws:
@@ -150,9 +175,9 @@ def try_way(architecture: Architecture, base: nn.Module, way: Way) -> dict[str, 
         return {"way": str(way), "verdict": f"error: the plain model: {_line(error)}", "trace": traceback.format_exc()}
     result: dict[str, Any] = {"way": str(way)}
     try:
-        batch = architecture.inputs(rows, Generator().manual_seed(way.seed))
+        batch = draw(architecture, rows, way.chunks, way.seed)
         torch.manual_seed(way.seed)
-        model = pipeline(architecture, copy.deepcopy(base), way)
+        model = pipeline(architecture, copy.deepcopy(base), way, **options)
         layout = model.layout.balance
         faults = compare(plain, run_pipelined(architecture, model, way, batch))
         result["verdict"] = f"differs: {'; '.join(faults[:3])} ({len(faults)})" if faults else "exact"
