@@ -20,8 +20,14 @@ SETTINGS = {
     "PYTHONPATH": str(Path(__file__).parent.parent),
     "PYTHONWARNINGS": "default,ignore:`is_gradient_checkpointing` is deprecated,ignore:IProgress not found",
 }
-# torchvision may not fit, as in conftest.py.
-START = "from benchmarks.campaigns.architectures.operators import register_missing; register_missing()"
+# torchvision may not fit, as in conftest.py; and bitsandbytes tells which kernels this CPU could have.
+START = """
+import logging
+from benchmarks.campaigns.architectures.operators import register_missing
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+register_missing()
+"""
 
 
 def run(path: Path) -> Any:
