@@ -21,13 +21,14 @@ SETTINGS = {
     "PYTHONWARNINGS": "default,ignore:`is_gradient_checkpointing` is deprecated,ignore:IProgress not found",
 }
 # torchvision may not fit, as in conftest.py; and bitsandbytes tells which kernels this CPU could have.
-START = """
-import logging
-from benchmarks.campaigns.architectures.operators import register_missing
-
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-register_missing()
-"""
+START = "; ".join(
+    [
+        "import logging",
+        "logging.getLogger('bitsandbytes').setLevel(logging.ERROR)",
+        "from benchmarks.campaigns.architectures.operators import register_missing",
+        "register_missing()",
+    ]
+)
 
 
 def run(path: Path) -> Any:
