@@ -18,7 +18,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "docs" / "notebooks").glob("*
 SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(Path(__file__).parent.parent),
-    "PYTHONWARNINGS": "default,ignore:`is_gradient_checkpointing` is deprecated,ignore:IProgress not found",
+    "PYTHONWARNINGS": "default,ignore:`is_gradient_checkpointing` is deprecated,ignore:IProgress not found,"
+    "ignore:`torch.jit.script_method` is deprecated",
 }
 # torchvision may not fit, as in conftest.py; and bitsandbytes tells which kernels this CPU could have.
 START = "; ".join(
