@@ -345,3 +345,31 @@ def test_what_pins_or_moves_batches_leaves_a_window_alone() -> None:
     """A bug: a DataLoader that pins memory took it for a list, and made another of it without the weights."""
     window = MicroBatches([torch.zeros(2), torch.zeros(3)], weights=[1, 2])
     assert pin_memory.pin_memory(window) is window
+
+
+class NextTokens(nn.Module):
+    """A language model of the user's own, whose loss leaves out the first label of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return nn.functional.cross_entropy(self.head(x)[:, :-1].reshape(-1, 9), labels[:, 1:].reshape(-1))
+
+
+def test_labels_that_a_loss_leaves_out_do_not_count() -> None:
+    """All labels counted, as rows together could not tell: a short sequence got too much weight, in silence."""
+
+    def batch(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(9, (1, length)), torch.randint(9, (1, length))
+
+    window = [batch(3), batch(7), batch(5)]
+    model: Any = NextTokens().double()
+    losses = [model(*one).detach() for one in window]
+    pipelined(model, MicroBatches([batch(4), batch(6)]), devices=["cpu:0", "cpu:1"])
+    torch.testing.assert_close(model.step(MicroBatches(window)), (2 * losses[0] + 6 * losses[1] + 4 * losses[2]) / 12)

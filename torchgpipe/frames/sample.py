@@ -37,7 +37,7 @@ class Study:
         returns_numbers: whether the output has tensors without dimensions, such as a loss
         rules: how numbers of micro-batches are joined, by the path of the output; without and with
             ``num_items_in_batch``; see `numbers`
-        predicts_next: whether the model names its loss as one that compares with the next labels
+        predicts_next: whether the loss of the model compares with the next labels, as far as its name or a run tells
         keeps_tensors: whether modules have put tensors on themselves, in evaluation or in training
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         on_meta: whether the model is on the meta device, which has no values
@@ -103,7 +103,7 @@ def study(
         labels=traces[0].labels or ("labels", -100),
         returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
         rules={},
-        predicts_next=_names_a_causal_loss(module),
+        predicts_next=_names_a_causal_loss(module) or traces[0].shifts,
         keeps_tensors=keeps_tensors,
         epsilon=traces[0].epsilon,
         on_meta=on_meta,

@@ -75,6 +75,7 @@ class Trace:
         used: for each tensor that modules had before, the place of its first use by an operation
         keeping: the names of the modules that have put tensors on themselves, or changed their buffers
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
+        shifts: whether it has taken them without the first of each row
         epsilon: the rounding error of the coarsest numbers in it, relative to 1
     """
 
@@ -83,6 +84,7 @@ class Trace:
     used: dict[Tensor, int]
     keeping: set[str]
     labels: tuple[str, int] | None
+    shifts: bool
     epsilon: float
 
 
@@ -111,6 +113,7 @@ class _Uses(TorchFunctionMode):
         self.dtypes = {parameter.dtype for parameter in parameters.values()}
         self.used: dict[Tensor, int] = {}
         self.labels: tuple[str, int] | None = None
+        self.shifts = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -166,6 +169,7 @@ class _Uses(TorchFunctionMode):
                 is_it = any([_has_elements(target, labels) for labels in (argument, *next_ones)])
             if is_it:
                 self.labels = name, ignored
+                self.shifts = not target.is_meta and not _has_elements(target, argument)
                 return
 
 
@@ -274,6 +278,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Ten
         used=uses.used,
         keeping=keeping,
         labels=uses.labels,
+        shifts=uses.shifts,
         epsilon=max([torch.finfo(dtype).eps for dtype in rounded], default=0.0),
     )
 
