@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchgpipe
 from tests.conftest import Devices
 from tests.offload.test_offload import devices, equal, gradients, is_empty, memory_of
 from torchgpipe import GPipe
+from torchgpipe.offload.verify import verify_home
 
 __all__ = ["devices"]  # a fixture
 
@@ -105,3 +107,13 @@ def test_the_state_of_a_packed_weight_comes_and_goes_with_it(
             next(part for part in one.modules() if isinstance(part, Packed)).weight.state.scales.mul_(2)
     now = [one.weight.state for one in model.modules() if isinstance(one, Packed)]
     assert all(a is b and a.scales.device.type == "cpu" for a, b in zip(before, now, strict=True))
+
+
+def test_what_cannot_come_and_go_is_refused() -> None:
+    """A gradient of a scale would arrive at the copy on the device; a class that wraps tensors has them elsewhere."""
+    scaled = PackedParameter(torch.zeros(1), requires_grad=False)
+    scaled.state = State(torch.zeros(1, requires_grad=True))
+    wrapping = nn.Parameter(TwoTensor(torch.zeros(1), torch.zeros(1)), requires_grad=False)
+    for parameter, text in ((scaled, "'w' has a Tensor"), (wrapping, "'w' is a TwoTensor")):
+        with pytest.raises(ValueError, match=text + r".*requires_grad_\(False\).*load_in_4bit=True.*more devices"):
+            verify_home([("w", parameter)])

@@ -11,6 +11,9 @@ from torch.nn import functional
 
 import torchgpipe
 from torchgpipe.frames.pipelined import runs_of
+from torchgpipe_balancing.planning.measure import make_costs
+from torchgpipe_balancing.planning.model_under_test import prepare_model
+from torchgpipe_balancing.planning.problem import Layer
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
@@ -31,11 +34,14 @@ class Block(nn.Module):
         return x + torch.tanh(self.packed(x)) + self.adapter(x)
 
 
-def made(bits: int, **options: Any) -> Any:
+def plain(bits: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(bits) for _ in range(4)])
+    return nn.Sequential(*[Block(bits) for _ in range(4)])
+
+
+def made(bits: int, **options: Any) -> Any:
     options |= {"chunks": 2, "partitions": 4, "devices": ["cpu"], "loss_fn": functional.mse_loss}
-    return torchgpipe.pipelined(model, torch.randn(2, 64), **options)
+    return torchgpipe.pipelined(plain(bits), torch.randn(2, 64), **options)
 
 
 def test_weights_of_4_bits_in_host_memory() -> None:
@@ -60,6 +66,9 @@ def test_weights_of_4_bits_in_host_memory() -> None:
         with torch.no_grad():
             assert torch.equal(*[model.eval()(x) for model in models])
         assert memory.bytes_up - moved == 4 * size
+    tested = prepare_model(plain(4), torch.randn(2, 64), None, 2, {"loss_fn": functional.mse_loss})
+    costs = make_costs(tested, [[Layer()] * len(tested.layers)], [2], [])
+    assert sum([layer.parameters for layer in costs.layers]) == 4 * size, "a plan counts what moves"
 
 
 def test_a_layer_that_takes_the_scales_from_its_weight_is_refused() -> None:
