@@ -14,6 +14,7 @@ import torchgpipe
 from tests.conftest import Devices
 from tests.offload.test_offload import devices, equal, gradients, is_empty, memory_of
 from torchgpipe import GPipe
+from torchgpipe.frames.pipelined import pipelined_apart
 from torchgpipe.offload.verify import verify_home
 
 __all__ = ["devices"]  # a fixture
@@ -61,12 +62,21 @@ class Packed(nn.Module):
 PACKED, BIAS = 16 + 4 * (4 + 4 + 2 + 2), 16
 
 
-def pair(front: str, places: list[str]) -> tuple[Any, Any]:
+class Twice(nn.Sequential):
+    """Layers that are called again, then on the device of the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self, *self]:
+            x = layer(x)
+        return x
+
+
+def pair(front: str, places: list[str], kind: type[nn.Sequential] = nn.Sequential) -> tuple[Any, Any]:
     """Return a model resident, and in host memory."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(nn.Sequential(*[Packed() for _ in range(6)]))
+        models.append(kind(*[Packed() for _ in range(6)]))
     options: Any = {"chunks": 2, "schedule": "LayerMajor", "loss_fn": functional.mse_loss}
     there = [places[j % len(places)] for j in range(6)]
     if front == "GPipe":
@@ -75,7 +85,7 @@ def pair(front: str, places: list[str]) -> tuple[Any, Any]:
     options |= {"partitions": 6, "devices": places}
     # In the proof, each operation on weights is watched.
     return (
-        torchgpipe.pipelined(models[0], torch.randn(2, 4), checkpoint=True, **options),
+        pipelined_apart(models[0], torch.randn(2, 4), checkpoint=True, **options),
         torchgpipe.pipelined(models[1], torch.randn(2, 4), offload=True, **options),
     )
 
@@ -107,6 +117,18 @@ def test_the_state_of_a_packed_weight_comes_and_goes_with_it(
             next(part for part in one.modules() if isinstance(part, Packed)).weight.state.scales.mul_(2)
     now = [one.weight.state for one in model.modules() if isinstance(one, Packed)]
     assert all(a is b and a.scales.device.type == "cpu" for a, b in zip(before, now, strict=True))
+
+
+def test_the_state_of_a_packed_weight_is_on_each_device_that_its_layer_runs_on(devices: Devices) -> None:
+    """Resident as well, its scales stayed on the first: 'Expected all tensors to be on the same device'."""
+    models = pair("pipelined", list(dict.fromkeys(devices(2))), Twice)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    assert equal(*[[model.step(x, target=y), *gradients(model)] for model in models])
+    for model in models:
+        first, second = model(x), model(y)
+        first.sum().backward()
+        second.sum().backward()
+    assert equal(*map(gradients, models))
 
 
 def test_what_cannot_come_and_go_is_refused() -> None:

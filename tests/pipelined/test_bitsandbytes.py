@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchgpipe
-from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.frames.pipelined import pipelined_apart, runs_of
 from torchgpipe_balancing.planning.measure import make_costs
 from torchgpipe_balancing.planning.model_under_test import prepare_model
 from torchgpipe_balancing.planning.problem import Layer
@@ -34,19 +34,30 @@ class Block(nn.Module):
         return x + torch.tanh(self.packed(x)) + self.adapter(x)
 
 
+class Model(nn.ModuleList):
+    """Blocks that run twice: the first ones run again on the device of the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self, *self]:
+            x = block(x)
+        return x
+
+
 def plain(bits: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(bits) for _ in range(4)])
+    return Model([Block(bits) for _ in range(4)])
 
 
-def made(bits: int, **options: Any) -> Any:
-    options |= {"chunks": 2, "partitions": 4, "devices": ["cpu"], "loss_fn": functional.mse_loss}
-    return torchgpipe.pipelined(plain(bits), torch.randn(2, 64), **options)
+OPTIONS: Any = {"chunks": 2, "partitions": 4, "devices": ["cpu"], "loss_fn": functional.mse_loss}
+
+
+def offloaded(bits: int) -> Any:
+    return torchgpipe.pipelined(plain(bits), torch.randn(2, 64), offload=True, **OPTIONS)
 
 
 def test_weights_of_4_bits_in_host_memory() -> None:
     """Evaluation may give a weight other memory, packed for this CPU; and calls may take turns with their backwards."""
-    models = made(4, offload=True), made(4, checkpoint=True)
+    models = offloaded(4), pipelined_apart(plain(4), torch.randn(2, 64), checkpoint=True, **OPTIONS)
     for _ in range(2):
         x, y = torch.randn(4, 64), torch.randn(4, 64)
         assert torch.equal(*[model.step(x, target=y) for model in models])
@@ -65,7 +76,7 @@ def test_weights_of_4_bits_in_host_memory() -> None:
         moved = memory.bytes_up
         with torch.no_grad():
             assert torch.equal(*[model.eval()(x) for model in models])
-        assert memory.bytes_up - moved == 4 * size
+        assert memory.bytes_up - moved >= 4 * size and not any(memory._present.values())
     tested = prepare_model(plain(4), torch.randn(2, 64), None, 2, {"loss_fn": functional.mse_loss})
     costs = make_costs(tested, [[Layer()] * len(tested.layers)], [2], [])
     assert sum([layer.parameters for layer in costs.layers]) == 4 * size, "a plan counts what moves"
@@ -74,4 +85,4 @@ def test_weights_of_4_bits_in_host_memory() -> None:
 def test_a_layer_that_takes_the_scales_from_its_weight_is_refused() -> None:
     """Two mini-batches would share the module's, and read what has left the device. It is as it was afterwards."""
     with pytest.raises(RuntimeError, match=r"takes CB, SCB from the weight 'weight' of a Linear8bitLt.*load_in_4bit"):
-        made(8, offload=True)
+        offloaded(8)

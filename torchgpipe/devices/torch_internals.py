@@ -332,10 +332,14 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def parameter_like(parameter: Tensor, values: Tensor, *, requires_grad: bool) -> Tensor:
     """Return a parameter with the memory of ``values``, and of the class of ``parameter``.
 
+    What stands for a tensor among a parameter's attributes is no parameter, but ``values`` itself.
+
     `torch.nn.Parameter` makes such a one for classes of tensors, but not for its own subclasses. Since 2.0. Without it,
     a model could have no alias of these.
     """
     kind = type(parameter)
+    if not (requires_grad or isinstance(parameter, nn.Parameter)):
+        return values
     if not issubclass(kind, nn.Parameter):
         return nn.Parameter(values, requires_grad=requires_grad)
     return Tensor._make_subclass(kind, values, requires_grad)

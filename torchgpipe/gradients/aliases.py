@@ -29,7 +29,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import nodes_behind, unshared
-from torchgpipe.model.attached import with_attached
+from torchgpipe.model.attached import attributes_with, has_memory_of, with_attached
 from torchgpipe.replay.found import registered
 
 __all__ = ["Aliases", "Slot", "StepLock", "weights_of"]
@@ -135,8 +135,20 @@ class Aliases:
         return alias
 
     def _attributes(self, parameter: Tensor, alias: Tensor, j: int, name: str) -> dict[str, Any]:
-        """Return the attributes of the alias of a parameter."""
-        return vars(parameter)
+        """Return the attributes of the alias of a parameter: those of a frozen one lead to aliases in their turn."""
+        if parameter.requires_grad:
+            return vars(parameter)
+
+        def there(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:  # Its gradient would not arrive.
+                return tensor
+            return self._values(alias) if has_memory_of(tensor, parameter) else self._alias(tensor, j, name)
+
+        return attributes_with(parameter, there)
+
+    def _values(self, alias: Tensor) -> Tensor:
+        """Return a plain tensor with the memory of an alias."""
+        return alias.detach()
 
     def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor | None:
         """Return a new alias; None if the parameter itself serves.

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions
@@ -21,7 +21,6 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.listener.listener import Heard, unheard
-from torchgpipe.model.attached import attributes_with, has_memory_of
 from torchgpipe.offload.host_memory import FrozenCopy, HostMemory
 
 __all__ = ["OffloadedAliases", "make_aliases"]
@@ -70,8 +69,7 @@ class OffloadedAliases(Aliases):
 
     def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor:
         values, frozen = self.host_memory.alias(parameter, self._devices[j], j)
-        is_parameter = isinstance(parameter, nn.Parameter)  # Or a tensor among the attributes of one.
-        alias = parameter_like(parameter, values, requires_grad=trains) if is_parameter else values.detach()
+        alias = parameter_like(parameter, values, requires_grad=trains)
         self._memory[alias] = values
         if frozen is not None:
             self._frozen[alias] = frozen
@@ -81,17 +79,12 @@ class OffloadedAliases(Aliases):
         return alias
 
     def _attributes(self, parameter: Tensor, alias: Tensor, j: int, name: str) -> dict[str, Any]:
-        if parameter.requires_grad:
-            return vars(parameter)
-
-        def in_partition(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:  # Its gradient would not arrive.
-                return tensor
-            return alias.detach() if has_memory_of(tensor, parameter) else self._alias(tensor, j, name)
-
-        own, attributes = vars(parameter), attributes_with(parameter, in_partition)
+        own, attributes = vars(parameter), super()._attributes(parameter, alias, j, name)
         self._packed[alias] = {name: value for name, value in attributes.items() if value is not own[name]}
         return attributes
+
+    def _values(self, alias: Tensor) -> Tensor:
+        return self._memory[alias]
 
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
         return sum_of(self._downloaded.pop(alias, None), super()._take_from(alias, parameter))
