@@ -51,13 +51,13 @@ def plain(bits: int) -> nn.Module:
 OPTIONS: Any = {"chunks": 2, "partitions": 4, "devices": ["cpu"], "loss_fn": functional.mse_loss}
 
 
-def offloaded(bits: int) -> Any:
-    return torchgpipe.pipelined(plain(bits), torch.randn(2, 64), offload=True, **OPTIONS)
+def offloaded(model: nn.Module) -> Any:
+    return torchgpipe.pipelined(model, torch.randn(2, 64), offload=True, **OPTIONS)
 
 
 def test_weights_of_4_bits_in_host_memory() -> None:
     """Evaluation may give a weight other memory, packed for this CPU; and calls may take turns with their backwards."""
-    models = offloaded(4), pipelined_apart(plain(4), torch.randn(2, 64), checkpoint=True, **OPTIONS)
+    models = offloaded(plain(4)), pipelined_apart(plain(4), torch.randn(2, 64), checkpoint=True, **OPTIONS)
     for _ in range(2):
         x, y = torch.randn(4, 64), torch.randn(4, 64)
         assert torch.equal(*[model.step(x, target=y) for model in models])
@@ -84,5 +84,7 @@ def test_weights_of_4_bits_in_host_memory() -> None:
 
 def test_a_layer_that_takes_the_scales_from_its_weight_is_refused() -> None:
     """Two mini-batches would share the module's, and read what has left the device. It is as it was afterwards."""
+    model, x = plain(8), torch.randn(2, 64)
     with pytest.raises(RuntimeError, match=r"takes CB, SCB from the weight 'weight' of a Linear8bitLt.*load_in_4bit"):
-        offloaded(8)
+        offloaded(model)
+    assert torch.equal(model(x), plain(8)(x))
