@@ -19,6 +19,7 @@ from torchgpipe.drive.autograd import ForwardPass
 from torchgpipe.drive.step import run_step
 from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.replicas import Replicas
+from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.given import MicroBatches, order_of
@@ -214,7 +215,7 @@ class GPipe(nn.Module):
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
         if limits is not None:
             sizes = [
-                (partition._label, self._devices[partition._index], bytes_of(partition.parameters()))
+                (partition._label, self._devices[partition._index], bytes_of(with_attached(partition.parameters())))
                 for partition in self._partitions
             ]
             verify_fits(sizes, limits[0])

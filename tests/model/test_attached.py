@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from torchgpipe import GPipe
-from torchgpipe.model.attached import move_attached
+from torchgpipe.model.attached import attributes_with, move_attached
 
 pytestmark = pytest.mark.late
 
@@ -64,3 +64,19 @@ def test_what_leads_to_another_parameter_is_no_part_of_this_one() -> None:
     assert weight.items is items  # type: ignore[attr-defined]
     assert items[0].device == items[1]["scale"][1].device == torch.device("late:1")
     assert weight.state[other].device == other.device == torch.device("cpu")  # type: ignore[attr-defined]
+
+
+def test_other_tensors_are_in_copies_of_what_holds_them() -> None:
+    """What two attributes share stays shared, also in a circle; a tuple that two shared was moved in one of them."""
+    weight, pair = nn.Parameter(torch.zeros(1)), (torch.zeros(1), "scale")
+    state = State(torch.zeros(1), State(torch.zeros(1)))
+    state.code = [pair, state]  # type: ignore[assignment]
+    weight.state, weight.again, weight.pair = state, {"state": state}, pair  # type: ignore[attr-defined]
+    changed = attributes_with(weight, lambda tensor: tensor + 1)
+    copied = changed["state"]
+    assert copied is not state and copied.code[1] is copied is changed["again"]["state"]
+    for found, value in ((copied, 1), (state, 0)):
+        assert [found.scales, found.inner.scales, found.code[0][0]] == [value] * 3  # type: ignore[union-attr]
+    assert changed["pair"] == (1, "scale") and weight.pair is pair  # type: ignore[attr-defined]
+    move_attached(weight, torch.device("late:1"))
+    assert weight.pair[0].device == state.code[0][0].device == torch.device("late:1")  # type: ignore[attr-defined]

@@ -333,10 +333,14 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def parameter_like(parameter: Tensor, values: Tensor, *, requires_grad: bool) -> Tensor:
     """Return a parameter with the memory of ``values``, and of the class of ``parameter``.
 
+    What stands for a tensor among a parameter's attributes is no parameter, but ``values`` itself.
+
     `torch.nn.Parameter` makes such a one for classes of tensors, but not for its own subclasses. Since 2.0. Without it,
     a model could have no alias of these.
     """
     kind = type(parameter)
+    if not (requires_grad or isinstance(parameter, nn.Parameter)):
+        return values
     if not issubclass(kind, nn.Parameter):
         return nn.Parameter(values, requires_grad=requires_grad)
     return Tensor._make_subclass(kind, values, requires_grad)
@@ -450,13 +454,13 @@ def has_call_hooks(module: nn.Module) -> bool:
     return any(kinds)
 
 
-def forward_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that the call of ``module`` runs before and after its forward.
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks that the call of ``module`` runs before and after its forward, in the dicts that hold them.
 
-    An adapter outside of a model may be called by one, and goes to the device of the layer. Since 2.0. There is no
-    public list of hooks.
+    An adapter outside of a model may be called by one, and goes to the device of the layer; and a second run must not
+    leave those that it has installed. Since 2.0. There is no public list of hooks.
     """
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -86,7 +86,8 @@ def _places_of(model: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
 
 def _called_by(layer: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that take the place of a layer's forward, or that its hooks call."""
-    functions = [vars(layer).get("forward"), *forward_hooks(layer)]
+    before, after = forward_hooks(layer)
+    functions = [vars(layer).get("forward"), *before.values(), *after.values()]
     pending: list[Any] = [function for function in functions if function is not None]
     while pending:
         function = pending.pop()

@@ -38,6 +38,7 @@ from torchgpipe.devices.torch_internals import (
 from torchgpipe.frames.glue import changes_in_place
 from torchgpipe.frames.layout import Part
 from torchgpipe.frames.twin import may_have_twin
+from torchgpipe.model.attached import with_attached
 from torchgpipe.model.untouched import attributes, changes_no_number
 from torchgpipe.model.values import each
 
@@ -414,7 +415,7 @@ class _Spine:
         buffers = {buffer for module in modules for buffer in module.buffers()}
         again = next((name for name in group[:-1] if len(self._calls[name]) > 1 and name not in self._again), "")
         elements = sum([parameter.numel() for parameter in parameters])
-        return Part(group, elements, bytes_of((*parameters, *buffers)), again)
+        return Part(group, elements, bytes_of((*with_attached(parameters), *buffers)), again)
 
 
 def _holds(name: str, wanted: list[str]) -> bool:

@@ -29,6 +29,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import nodes_behind, unshared
+from torchgpipe.model.attached import attributes_with, has_memory_of, with_attached
 from torchgpipe.replay.found import registered
 
 __all__ = ["Aliases", "Slot", "StepLock", "weights_of"]
@@ -124,7 +125,7 @@ class Aliases:
             return parameter
         self._parameters[alias] = parameter
         if vars(parameter):
-            vars(alias).update(vars(parameter))
+            vars(alias).update(self._attributes(parameter, alias, j, name))
         if trains and self._watched:
             alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
         self._by_partition[key] = alias
@@ -132,6 +133,22 @@ class Aliases:
         if trains:
             self._of_trained.setdefault(parameter, {})[j] = alias
         return alias
+
+    def _attributes(self, parameter: Tensor, alias: Tensor, j: int, name: str) -> dict[str, Any]:
+        """Return the attributes of the alias of a parameter: those of a frozen one lead to aliases in their turn."""
+        if parameter.requires_grad:
+            return vars(parameter)
+
+        def there(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:  # Its gradient would not arrive.
+                return tensor
+            return self._values(alias) if has_memory_of(tensor, parameter) else self._alias(tensor, j, name)
+
+        return attributes_with(parameter, there)
+
+    def _values(self, alias: Tensor) -> Tensor:
+        """Return a plain tensor with the memory of an alias."""
+        return alias.detach()
 
     def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor | None:
         """Return a new alias; None if the parameter itself serves.
@@ -256,11 +273,11 @@ class Aliases:
 
 
 def weights_of(slots: Iterable[Slot]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the parameters in slots, each with its partition."""
+    """Yield the parameters in slots, and the tensors among the attributes of frozen ones, each with its partition."""
     for module, name, j in slots:
         parameter = module._parameters[name]
         if parameter is not None and not is_lazy(parameter):
-            yield parameter, j
+            yield from ((tensor, j) for tensor in with_attached([parameter]))
 
 
 def _assign(module: nn.Module, name: str, parameter: Tensor) -> None:

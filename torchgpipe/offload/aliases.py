@@ -1,8 +1,9 @@
 """Aliases of parameters that live in host memory: an alias has memory only while its partition is resident.
 
-It keeps its identity meanwhile, so graphs that have saved the alias stay valid. `residence` says when weights are
-uploaded and evicted. Reading an alias without memory would end the process, so what leaves a partition, and at first
-each operation, is verified.
+It keeps its identity meanwhile, so graphs that have saved the alias stay valid. The tensors among the attributes of a
+frozen parameter, such as the scales of a packed weight, have aliases of their own, which come and go with it.
+`residence` says when weights are uploaded and evicted. Reading an alias without memory would end the process, so what
+leaves a partition, and at first each operation, is verified.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class OffloadedAliases(Aliases):
         #: By the key of the storage of an alias: its partition, and the name of its parameter, for errors.
         self._places: dict[int, tuple[int, str]] = {}
         self._names: dict[Tensor, str] = {}
+        #: What an alias was made with. The forward may give the alias other memory, packed for this device.
+        self._memory: dict[Tensor, Tensor] = {}
+        #: The attributes of an alias that are, or lead to, aliases of what its parameter has there.
+        self._packed: dict[Tensor, dict[str, Any]] = {}
         #: The aliases that are frozen copies, which are not evicted.
         self._frozen: dict[Tensor, FrozenCopy] = {}
         #: The gradients of aliases that were downloaded.
@@ -65,12 +70,21 @@ class OffloadedAliases(Aliases):
     def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor:
         values, frozen = self.host_memory.alias(parameter, self._devices[j], j)
         alias = parameter_like(parameter, values, requires_grad=trains)
+        self._memory[alias] = values
         if frozen is not None:
             self._frozen[alias] = frozen
         if not name:  # The model uses it outside of its module, while partition j is resident.
             self._fill(alias, parameter, j)
         self._places[storage_key(alias)] = j, self._names.setdefault(parameter, name)
         return alias
+
+    def _attributes(self, parameter: Tensor, alias: Tensor, j: int, name: str) -> dict[str, Any]:
+        own, attributes = vars(parameter), super()._attributes(parameter, alias, j, name)
+        self._packed[alias] = {name: value for name, value in attributes.items() if value is not own[name]}
+        return attributes
+
+    def _values(self, alias: Tensor) -> Tensor:
+        return self._memory[alias]
 
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
         return sum_of(self._downloaded.pop(alias, None), super()._take_from(alias, parameter))
@@ -91,14 +105,15 @@ class OffloadedAliases(Aliases):
             return up.mark()
 
     def _fill(self, alias: Tensor, parameter: Tensor, j: int) -> None:
-        self.host_memory.fill(alias, parameter, self._devices[j], self._frozen.get(alias))
+        self.host_memory.fill(self._memory[alias], parameter, self._devices[j], self._frozen.get(alias))
 
     def evict(self, j: int, computing: Stream) -> None:
         """Free the memory of the weights of column ``j``, when the computation is through with them."""
         up = self.host_memory.up(computing.device)
         up.wait(computing.mark())
         with up.use():
-            self.host_memory.evict([alias for alias in self.of(j) if alias not in self._frozen], computing.device)
+            gone = [self._memory[alias] for alias in self.of(j) if alias not in self._frozen]
+            self.host_memory.evict(gone, computing.device)
 
     def download(self, j: int, computing: Stream, heard: Heard = unheard) -> None:
         """Begin the download of the gradients of column ``j``, when they are computed; the aliases lose them."""
@@ -125,7 +140,7 @@ class OffloadedAliases(Aliases):
             now = versions([parameter])[0], parameter.data_ptr()
             if self._seen.setdefault(parameter, now) != now:
                 raise RuntimeError(
-                    f"{self._places[storage_key(alias)][1]} was changed between forward and backward, which would "
+                    f"{self._name(alias)} was changed between forward and backward, which would "
                     "compute with other values; call backward() before optimizer.step()"
                 )
 
@@ -133,11 +148,23 @@ class OffloadedAliases(Aliases):
         """Check that the model has not changed the aliases of a partition.
 
         Raises:
-            RuntimeError: it has changed one in place, and the change would be lost.
+            RuntimeError: it has changed one in place, and the change would be lost; or it has taken tensors from one,
+                which have no memory when another mini-batch finds them.
         """
+        for alias in self.of(j):
+            taken = [name for name, value in self._packed.get(alias, {}).items() if vars(alias).get(name) is not value]
+            if taken:
+                raise RuntimeError(
+                    f"the forward takes {', '.join(taken)} from the weight {self._name(alias)}, but "
+                    "under offload these are on the device only while it computes; load the model in another format "
+                    "(bitsandbytes: load_in_4bit=True), or leave out offload"
+                )
         for alias, version in zip(self.of(j), versions(self.of(j))):
             if version:
                 self.refuse_changed(alias)
+
+    def _name(self, alias: Tensor) -> str:
+        return self._names[self._parameters[alias]]
 
     def column_of(self, tensor: Tensor) -> int | None:
         """Return the partition of an alias, or of a view of it; None for other tensors."""

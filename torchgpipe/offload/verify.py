@@ -11,7 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import default_devices
 from torchgpipe.devices.memory import memory_in_use, shown_size
+from torchgpipe.devices.torch_internals import can_move_data
 from torchgpipe.devices.typing import Device
+from torchgpipe.model.attached import with_attached
 
 __all__ = ["Pin", "Slots", "cycled", "each_device", "verify_fits", "verify_home", "verify_offload"]
 
@@ -69,22 +71,34 @@ def verify_home(named: Iterable[tuple[str, Tensor | None]]) -> None:
     """Check that weights can live in host memory.
 
     Raises:
-        ValueError: a parameter is on a device, or is no plain tensor.
+        ValueError: a parameter, or a tensor among the attributes of a frozen one, is on a device or no plain tensor.
     """
     for name, parameter in named:
         if parameter is None:
             continue
-        if is_lazy(parameter) or type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-            raise ValueError(
-                f"'{name}' is a {type(parameter).__name__} ({parameter.layout}), whose values offload=True cannot copy "
-                "as those of a plain parameter; let the model run once if it is lazy, load it without quantization, or "
-                "leave out offload"
-            )
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"'{name}' is on {parameter.device}, but under offload=True weights live in host memory; load the "
-                "model on the CPU, or move it there: model.cpu()"
-            )
+        tensors = [parameter] if is_lazy(parameter) else with_attached([parameter])
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or not _is_plain(tensor):
+                raise ValueError(
+                    f"'{name}' {'is' if tensor is parameter else 'has'} a {type(tensor).__name__} ({tensor.layout}), "
+                    "whose values offload=True cannot copy as those of a plain parameter or of a frozen subclass: let "
+                    "the model run once if it is lazy, freeze what is not trained (requires_grad_(False)), load "
+                    "weights of 4 bits by bitsandbytes (load_in_4bit=True), or leave out offload and give more devices"
+                )
+            if tensor.device.type not in ("cpu", "meta"):
+                raise ValueError(
+                    f"'{name}' is on {tensor.device}, but under offload=True weights live in host memory; load the "
+                    "model on the CPU, or move it there: model.cpu()"
+                )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has all its values in memory of its own, and a gradient only if it is a parameter."""
+    kind = type(tensor)
+    if kind is nn.Parameter:
+        return True
+    is_known = kind is Tensor or (issubclass(kind, nn.Parameter) and not is_lazy(tensor))
+    return is_known and not tensor.requires_grad and can_move_data(tensor, tensor.device)
 
 
 def verify_fits(sizes: Iterable[tuple[str, torch.device, int]], slots: Slots) -> None:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import dispatch_modes, versions
+from torchgpipe.devices.torch_internals import dispatch_modes, forward_hooks, versions
 from torchgpipe.replay.statistics import only_written
 
 __all__ = ["Before", "State"]
@@ -66,7 +66,7 @@ class State:
         self._hooks: list[dict[int, Any]] = []
         owners = []
         for module in modules:
-            self._hooks += [module._forward_pre_hooks, module._forward_hooks]
+            self._hooks += forward_hooks(module)
             # Classes of PyTorch keep nothing but buffers, and ours look after themselves.
             is_users = not type(module).__module__.startswith(("torch.", "torchgpipe."))
             if is_users:

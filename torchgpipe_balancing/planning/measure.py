@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torchgpipe.devices import links
 from torchgpipe.devices.device import kind_of, same_memory
 from torchgpipe.devices.memory import bytes_of
+from torchgpipe.model.attached import with_attached
 from torchgpipe.schedule import ScheduleName, program, simulate
 from torchgpipe.timeline.recorder import record
 from torchgpipe_balancing.partition import partition
@@ -125,9 +126,10 @@ def make_costs(
     """
     layers = []
     for names, tensors, of_layer in zip(tested.layers, tested.owned(), zip(*samples), strict=True):
-        parameters = bytes_of([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)])
+        owned = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        buffers = bytes_of(tensors) - bytes_of(owned)
         trained = bytes_of([tensor for tensor in tensors if tensor.requires_grad])
-        layers.append(LayerCosts(tuple(names), parameters, trained, bytes_of(tensors) - parameters, of_layer))
+        layers.append(LayerCosts(tuple(names), bytes_of(with_attached(owned)), trained, buffers, of_layer))
     return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, tested.loss)
 
 
