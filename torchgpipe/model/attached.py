@@ -114,7 +114,7 @@ def _places(holder: Any, key: Any, known: dict[int, Any], *, copies: bool = Fals
             holder[key] = known[id(value)]
     else:
         inside: tuple[Any, Any] = (), ()
-        if kind is not tuple and (isinstance(value, (list, dict)) or is_plain_object(kind)):
+        if kind is not tuple and (isinstance(value, (list, dict)) or is_plain_object(value)):
             original, value = value, copy.copy(value) if copies else value
             known[id(original)] = value
             if copies:
