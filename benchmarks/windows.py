@@ -47,6 +47,7 @@ from benchmarks.records import Row, aim, named_way, shown, spread, table_of
 from benchmarks.schedules import cpus
 from benchmarks.tiny_steps import ROWS, WIDTH, Chain, mean, tiny_layers
 from torchgpipe import GPipe, MicroBatches, pipelined
+from torchgpipe.devices.links import verify_links
 from torchgpipe.model.given import order_of
 from torchgpipe.schedule import COSTS, ScheduleName, Simulation, program, simulate
 
@@ -202,6 +203,8 @@ class Cluster:
     @contextmanager
     def on_clock(self) -> Iterator[None]:
         torch.set_num_threads(1)
+        # Before, as nothing is computed on the clock, and all links would seem broken.
+        verify_links([torch.device("late", k) for k in range(self.n)], 2)
         with self._late.on_clock(self._late.Speed(**CARD)):
             yield
 
