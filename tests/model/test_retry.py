@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -138,3 +140,31 @@ def test_nothing_of_a_failed_try_is_in_memory_when_the_next_one_begins() -> None
     with pytest.warns(UserWarning, match="runs again"):
         stepped(model)
     assert not any(alive)
+
+
+LIMITED = """
+import resource, warnings, torch
+from torch import nn
+from torchgpipe import GPipe
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+blocks = [nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]) for _ in range(2)]
+how = {"schedule": "GPipe", "checkpoint": "never", "loss_fn": lambda output, _: output.square().mean()}
+model = GPipe(nn.Sequential(*blocks), [1, 1], devices=["cpu", "cpu"], chunks=4, on_oom="retry", **how)
+model.step(torch.randn(400, 64))
+x = torch.randn(40_000, 64)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20, -1))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    model.step(x)
+print(len(told), model.checkpoint)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
+def test_a_process_whose_memory_is_limited_goes_on() -> None:
+    """A real fault, in whatever operation asks for the memory: 340 MB of activations, and 200 MB for all."""
+    ran = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.returncode) == ("2 always\n", 0), ran.stderr
