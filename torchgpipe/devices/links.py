@@ -41,9 +41,13 @@ def verify_links(devices: Iterable[torch.device], stacklevel: int) -> None:
     accelerators = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
     with _lock:
         links = [link for link in permutations(accelerators, 2) if link not in _works]
+        if not links:
+            return
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
+            pattern = (torch.arange(_BYTES, dtype=torch.int32, device="cpu") * 167 + 1).to(torch.uint8)
             for source, target in links:
-                wrong = _count_wrong(source, target, len(_works))
+                # Other bytes over each link, or what an earlier test has left in the memory would pass.
+                wrong = _count_wrong(pattern + 31 * len(_works) % 256, source, target)
                 _works[source, target] = not wrong
                 if wrong:
                     _broken.add((source, target))
@@ -56,10 +60,8 @@ def verify_links(devices: Iterable[torch.device], stacklevel: int) -> None:
                     )
 
 
-def _count_wrong(source: torch.device, target: torch.device, salt: int) -> int:
+def _count_wrong(known: Tensor, source: torch.device, target: torch.device) -> int:
     """Return how many known bytes are others after a copy."""
-    # Other bytes over each link, or what an earlier test has left in the memory would pass.
-    known = (torch.arange(_BYTES, dtype=torch.int64, device="cpu") * 167 + 31 * salt + 1).to(torch.uint8)
     torch.empty(_BYTES, dtype=torch.uint8, device=target).copy_(~known)  # Freed at once, for the copy to be put there.
     arrived = known.to(source).to(target).to("cpu")
     return int((arrived != known).sum())
