@@ -38,7 +38,7 @@ from torchgpipe.model.microbatch import (
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
-from torchgpipe.model.retry import OnShortage, Remedy, Retry, verify_on_oom
+from torchgpipe.model.retry import OnShortage, Remedy, Retry, double_chunks, verify_on_oom
 from torchgpipe.model.settings import (
     CheckpointMode,
     LayerNames,
@@ -448,10 +448,7 @@ class GPipe(nn.Module):
             return "checkpoint='always' from now on, which takes a third more time"
 
         def split() -> str:
-            if window_of(input) is not None or rows_of(input) < 2 * self._chunks:
-                return ""
-            self.chunks = 2 * self._chunks
-            return f"chunks={self._chunks} from now on, so sums are rounded differently and kernels are smaller"
+            return "" if window_of(input) is not None else double_chunks(self, rows_of(input))
 
         def evict() -> str:
             return "" if self._host_memory is None else self._host_memory.reduce_slots()

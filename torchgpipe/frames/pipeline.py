@@ -38,7 +38,7 @@ from torchgpipe.listener.listener import Place, Recorder
 from torchgpipe.model.given import order_of
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
-from torchgpipe.model.retry import OnShortage, Remedy, Retry, verify_on_oom
+from torchgpipe.model.retry import OnShortage, Remedy, Retry, double_chunks, verify_on_oom
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
@@ -186,10 +186,7 @@ class Pipeline:
 
         def split() -> str:
             batch = settings.study.splitter.micro_batches(arguments, settings.chunks)
-            if batch.given or batch.rows < 2 * settings.chunks:
-                return ""
-            settings.chunks *= 2
-            return f"chunks={settings.chunks} from now on, so sums are rounded differently and kernels are smaller"
+            return "" if batch.given else double_chunks(settings, batch.rows)
 
         def evict() -> str:
             if self.host_memory is None or settings.offload is None:

@@ -19,7 +19,7 @@ from torchgpipe.devices.generators import generators_of_all, go_on_from, state_o
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.model.untouched import Buffers, python_random_states, set_python_random_states
 
-__all__ = ["OnShortage", "Remedy", "Retry", "verify_on_oom"]
+__all__ = ["OnShortage", "Remedy", "Retry", "double_chunks", "verify_on_oom"]
 
 T = TypeVar("T")
 
@@ -48,6 +48,14 @@ class Remedy(NamedTuple):
 
     name: str
     apply: Callable[[], str]
+
+
+def double_chunks(settings: Any, rows: int) -> str:
+    """Double ``settings.chunks`` if a mini-batch has the rows, and return what that means; '' if it has not."""
+    if rows < 2 * settings.chunks:
+        return ""
+    settings.chunks *= 2
+    return f"chunks={settings.chunks} from now on, so sums are rounded differently and kernels are smaller"
 
 
 class Retry:
