@@ -73,7 +73,9 @@ def build(folder: Path, python: str | Path = sys.executable) -> tuple[Path, Path
         copy.write_bytes((ROOT / name).read_bytes())
     archive = folder / call(python, "-c", BUILD.format("sdist"), folder, folder=folder / "checkout").splitlines()[-1]
     with tarfile.open(archive) as opened:
-        opened.extractall(folder / "source", filter="data")
+        # Python has the filter since 3.11.4.
+        how: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        opened.extractall(folder / "source", **how)
     (source,) = (folder / "source").iterdir()
     wheel = folder / call(python, "-c", BUILD.format("wheel"), folder, folder=source).splitlines()[-1]
     return wheel, archive, source
