@@ -32,6 +32,7 @@ ROOMS = {
     "listener": "what a listener is told of the work, and the profiler",
     "graph": "graphs of autograd: doors to its engine, cuts, order, backward in two halves",
     "transport": "from device to device: routes of streams, portals of skips",
+    "processes": "other processes: who has which column, messages, stand-ins for what they have",
     "gradients": "of parameters: aliases, and their sums, delivered once",
     "offload": "weights and activations in host memory, around the actions of a program",
     "cell": "micro-batch i in column j: forward, again, and backward",

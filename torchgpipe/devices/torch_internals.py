@@ -39,6 +39,8 @@ __all__ = [
     "can_move_data",
     "classes_handle_operations",
     "current_pass",
+    "default_store",
+    "disabled_torch_function",
     "dispatch_modes",
     "exchange_memory",
     "fake_tensor_mode",
@@ -175,6 +177,13 @@ def handling_operations(enabled: bool) -> AbstractContextManager[Any]:
     """Let classes of tensors handle operations in a ``with`` block, or not; see `classes_handle_operations`."""
     guard: Any = torch._C._EnableTorchFunction if enabled else torch._C.DisableTorchFunctionSubclass
     return guard()  # type: ignore[no-any-return]
+
+
+#: What a class of tensors has for `__torch_function__` if function modes are to see its operations, and itself is not.
+#:
+#: A stand-in for a tensor of another process handles operations below autograd. Since 1.11. A method that calls
+#: `Tensor.__torch_function__` without subclasses would do the same, for a few microseconds an operation.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 @contextmanager
@@ -562,6 +571,15 @@ def joins_unevenly(data_parallel: Any) -> bool:
     """
     config = data_parallel._join_config
     return bool(config.enable and not config.throw_on_early_termination)
+
+
+def default_store() -> Any:
+    """Return the store of the process group, where processes leave words for each other.
+
+    A process says there why it fails, before it closes its connections. Since 2.0. A store that the caller makes and
+    passes could take its place.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def fake_tensor_mode() -> Any:

@@ -16,6 +16,7 @@ from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors, name_of
 from torchgpipe.frames.spine import Trace, find_spine
+from torchgpipe.processes.processes import Processes
 
 __all__ = ["arrange"]
 
@@ -35,6 +36,7 @@ def arrange(
     apart: bool = False,
     studied: Study | None = None,
     splits: bool = True,
+    processes: Processes | None = None,
     **settings: Any,
 ) -> Settings:
     """Return the settings of a module.
@@ -49,6 +51,7 @@ def arrange(
         checkpoint: as for `pipelined`
         apart: whether every partition is a column of its own; otherwise neighbours on one device are one column
         splits: whether mini-batches are split
+        processes: the processes, if there are several; ``owners`` is the rank of each partition then
         studied: what the sample has shown before; without it the sample runs, which a module on several devices cannot
         **settings: the other settings
 
@@ -70,6 +73,8 @@ def arrange(
     if len(spine) < n:
         raise ValueError(_too_short(spine, n, offloads=offloads))
     counts = _counts(module, spine, n, balance)
+    if processes is not None:  # Which measure other times.
+        counts = processes.agreed(counts, [part.name for part in spine])
     rest = iter(spine)
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)
@@ -84,6 +89,8 @@ def arrange(
         doors=names,
         homes=doors.homes(names),
         again=doors.again(names),
+        users={} if processes is None else doors.users(names),
+        processes=processes,
         recomputed={*recomputed},
         study=replace(studied, traces=[]),
         layout=Layout(partitions, _tied(module)),
@@ -237,10 +244,20 @@ class _Doors:
     def homes(self, doors: Mapping[str, int]) -> dict[str, int]:
         """Return the column of each parameter and buffer outside of ``doors``: that in which it is first used."""
         return {
-            name: self._place_at(self._traced.used.get(tensor, 0))[0]
+            name: self._place_at(self._traced.used.get(tensor, [0])[0])[0]
             for name, _, _, tensor in iterate_tensors(self._module)
             if find_door(name, doors) is None
         }
+
+    def users(self, doors: Mapping[str, int]) -> dict[str, list[int]]:
+        """Return the columns that use each parameter: those of the doors in front of it, and of the glue that does."""
+        named = list(self._module.named_parameters(remove_duplicate=False))
+        users: dict[Tensor, set[int]] = {}
+        for name, parameter in named:
+            used = {self._place_at(time)[0] for time in self._traced.used.get(parameter, ())}
+            door = find_door(name, doors)
+            users.setdefault(parameter, used).update([] if door is None else [doors[door]])
+        return {name: sorted(users[parameter]) or [0] for name, parameter in named}
 
     def coarser(self) -> dict[str, int]:
         """Return fewer doors: where all within a module lead to one column, a door of the module replaces them."""

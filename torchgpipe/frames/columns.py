@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,16 @@ from torch import Tensor, nn
 from torchgpipe.cell.column import Column
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import own_call
+from torchgpipe.frames.abstract import Abstract
 from torchgpipe.frames.door import Door, Owner
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.remote_doors import RemoteDoors
+from torchgpipe.frames.settings import Settings, name_of
 from torchgpipe.frames.twin import may_have_twin, twin_of
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import Listener
+from torchgpipe.processes.processes import Processes
+from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.transport.copier import copier
 from torchgpipe.transport.route import Route
 
@@ -56,21 +61,50 @@ class Columns(list[Column]):
         *,
         splits: bool,
         patience: float | None = None,
+        random_numbers: RandomNumbers | None = None,
+        processes: Processes | None = None,
+        remote_doors: RemoteDoors | None = None,
+        users: Mapping[Tensor, frozenset[int]] | None = None,
     ) -> None:
         super().__init__()
         self.streams, self.aliases, self.owner = streams, aliases, owner
         self.listener, self.patience = listener, patience
         self.devices, self.members = settings.devices, settings.members
+        self.processes, self.remote_doors, self.users = processes, remote_doors, users or {}
+        #: The places where glue has read values that one process has, each with what it called.
+        self.reads: dict[str, str] = {}
+        self._numbers = random_numbers
         self.crossed: list[Crossed] = []
         self._again = settings.again
         #: The twins of modules that are called again in later columns, by their names and columns.
         self._twins: dict[tuple[str, int], nn.Module] = {}
         computing = list(enumerate(map(streams.current, self.devices)))
         for j, stream in computing:
-            routes = [Route.between(stream, target, streams, (j, c), listener) for c, target in computing[j + 1 :]]
+            routes = [
+                Route.between(stream, target, streams, (j, c), listener)
+                for c, target in computing[j + 1 :]
+                if self.is_mine(j) and self.is_mine(c)
+            ]
             leaving = [route for route in routes if route is not None]
             self.append(Column(j, settings.labels[j], stream, m, listener, leaving, splits))
         self.copies = any([column.leaving for column in self])
+
+    def is_mine(self, j: int) -> bool:
+        """Return whether column ``j`` is in this process."""
+        return self.processes is None or self.processes.is_mine(j)
+
+    def name_of(self, j: int) -> str:
+        """Return a name for a column, for errors."""
+        return name_of(self.members[j])
+
+    def replicated_numbers(self, i: int) -> AbstractContextManager[None]:
+        """Let glue that all processes run draw the same random numbers for micro-batch ``i`` in a ``with`` block."""
+        assert self._numbers is not None
+        return self._numbers.replicated(i, torch.device("cpu"))
+
+    def stand_ins(self, told: Abstract, column: int) -> Any:
+        """Return a value that was told by the process of ``column``, with stand-ins for tensors."""
+        return told.made((), column, self.devices[column])
 
     def route(self, a: int, c: int) -> Route | None:
         """Return the route from column ``a`` to column ``c``, or None if they share a memory."""

@@ -66,6 +66,8 @@ class Frame(TorchFunctionMode):
         callers: the storages of the model's arguments, by key, which are not to be evicted: they are the caller's
     """
 
+    kind_of_imports = Imports
+
     def __init__(
         self,
         i: int,
@@ -79,7 +81,7 @@ class Frame(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.i, self.owner, self.module = i, columns.owner, ""
-        self.imports = Imports(i, cells, columns)
+        self.imports = self.kind_of_imports(i, cells, columns)
         self.callers: set[int] = set()
         self._begin, self._ambient, self._columns, self._residence = begin, ambient, columns, residence
         self._cells, self._carried = cells, carried
@@ -183,10 +185,15 @@ class Frame(TorchFunctionMode):
         self.imports.forget()
         self._leave()
         self.end_work(failed=False)
-        self._wanted = column
-        self._coroutine.pause()
+        if self._stops_before(column):
+            self._wanted = column
+            self._coroutine.pause()
         self._enter(column)
         self._current_stream.enter_context(self._columns[column].stream.use())
+
+    def _stops_before(self, column: int) -> bool:
+        """Return whether the frame waits for the turn of a column."""
+        return True
 
     def _enter(self, column: int) -> None:
         self.imports.enter(column)
@@ -220,20 +227,24 @@ class Frame(TorchFunctionMode):
                 with self._evicted(door.column, (args, kwargs)):
                     self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
-            if imports.column and imports.are_needed:
+            if imports.begin_here:
                 exchanged = Exchanged(args, kwargs, imports.import_tensor)
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
                         _import_layers(value, door.layers, imports.import_tensor)
-            self.begin_work()  # Here, as an accelerator has waited for the arguments before.
-            output = door.call_module(args, kwargs, self._keep)
+            output = self._call(door, args, kwargs)
             if exchanged is not None:
                 exchanged.hand_over()
             if self._columns.copies:
                 for _, tensor in each(output):
                     imports.mark_made(tensor)
             return output
+
+    def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Call the module behind a door of this column; its arguments are imports."""
+        self.begin_work()  # Here, as an accelerator has waited for the arguments before.
+        return door.call_module(args, kwargs, self._keep)
 
     @property
     def _keep(self) -> Keep | None:

@@ -25,10 +25,10 @@ from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.layout import Crossed
 from torchgpipe.transport.route import copy_forward, mark_ready
 
-__all__ = ["Imports"]
+__all__ = ["Imports", "Known"]
 
 
-class _Import(NamedTuple):
+class Known(NamedTuple):
     """A tensor with its import or copy in a column; ``tensor`` keeps its id from being used again."""
 
     tensor: Tensor
@@ -62,10 +62,15 @@ class Imports:
         self._copies = columns.copies
         self.are_needed = len(columns) > 1 and (bool(cells) or self._copies or not self._aliases.all_resident)
         #: By the id of a tensor, and whether a graph was recorded.
-        self._imports: dict[tuple[int, bool], _Import] = {}
+        self._imports: dict[tuple[int, bool], Known] = {}
         #: The columns that were entered, and for each, the sequence number of the first autograd node made there.
         self._entered: list[int] = []
         self._starts: list[int] = []
+
+    @property
+    def begin_here(self) -> bool:
+        """Whether any tensor can need an import or a copy in this column."""
+        return self.column > 0 and self.are_needed
 
     def enter(self, column: int) -> None:
         """Begin a column; called in the frame's own thread."""
@@ -128,16 +133,21 @@ class Imports:
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
             result = self._on_this_device(tensor)
         else:
-            result = self._copied(tensor.detach(), home)
-            if records:
-                export = self._cells[home].export(tensor)
-                result = self._cells[column].import_(result, (self._columns.route(home, column), export))
-                if self.i == 0:
-                    ends = self._columns.members[home][-1], self._columns.members[column][0]
-                    self._columns.crossed.append(Crossed(*ends, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+            result = self._import(tensor, home, records)
         self._aliases.verify_present(result, column, "the model")
         if result is not tensor:
-            self._imports[key] = _Import(tensor, column, result, versions([result])[0])
+            self._imports[key] = Known(tensor, column, result, versions([result])[0])
+        return result
+
+    def _import(self, tensor: Tensor, home: int, records: bool) -> Tensor:
+        """Return what stands in this column for a tensor with a graph, of another column of this process."""
+        result, column = self._copied(tensor.detach(), home), self.column
+        if records:
+            export = self._cells[home].export(tensor)
+            result = self._cells[column].import_(result, (self._columns.route(home, column), export))
+            if self.i == 0:
+                ends = self._columns.members[home][-1], self._columns.members[column][0]
+                self._columns.crossed.append(Crossed(*ends, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
         return result
 
     def _copied(self, tensor: Tensor, source: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export
+from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
 from torchgpipe.devices.typing import Leaf
@@ -31,10 +32,14 @@ from torchgpipe.frames.door import visiting
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments
+from torchgpipe.frames.remote_cell import RemoteCell
+from torchgpipe.frames.remote_frame import RemoteFrame
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor
+from torchgpipe.frames.weights import add_shared
 from torchgpipe.model.values import each
 from torchgpipe.offload.residence import residence_of
+from torchgpipe.processes.tags import NUMBERS, tag_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
@@ -106,19 +111,27 @@ class MiniBatch:
         self._finish: Finish | None = finish
         self._ambient = Ambient()
         #: By micro-batch. Those that have been differentiated, and will not be again, are None.
-        cells = [[Cell(i, column) for column in columns if backward] for i in range(self._m)]
+        cells = [[self._new_cell(i, column) for column in columns if backward] for i in range(self._m)]
         self._cells: list[list[Cell | None]] = [[*of_frame] for of_frame in cells] if backward else []
         self._verifies = verified is not None
         #: The tensors among the caller's arguments, with their versions.
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
         self._threads = Threads() if self._n > 1 else None
+        kind = Frame if columns.processes is None else RemoteFrame
         self._frames = [
-            Frame(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence, carried)
+            kind(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence, carried)
             for i in range(self._m)
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
-        self._agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
+        agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
+        self._agenda = agenda if columns.processes is None else _part(agenda, lambda action: columns.is_mine(action.j))
+        #: Of each micro-batch, what has crossed between processes.
+        self.crossings: list[Any] = [()] * self._m
+
+    def _new_cell(self, i: int, column: Column) -> Cell:
+        processes = self.columns.processes
+        return Cell(i, column) if processes is None else RemoteCell(i, column, processes)
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -192,8 +205,15 @@ class MiniBatch:
                 )
         for j in range(self._n):
             self.aliases.verify_unchanged(j)
-        with self.aliases.installed(), self.random_numbers.callers_generator.kept():
+        processes = self.columns.processes
+        with (
+            self.aliases.installed(),
+            self.random_numbers.callers_generator.kept(),
+            nullcontext() if processes is None else processes.at_backward(),
+        ):
             self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
+            if processes is not None:
+                add_shared(self.columns.users, self.aliases, processes)
         self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
         for column in self.columns:
@@ -231,7 +251,7 @@ class MiniBatch:
         frame = self._frames[i]
         forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
-            with self.random_numbers.of(i, self.columns.devices[j]):
+            with self._numbers_passed_on(i, j), self.random_numbers.of(i, self.columns.devices[j]):
                 frame.advance(j)
             mark_ready(self.columns[j].leaving, i)
         except BaseException as error:
@@ -239,6 +259,22 @@ class MiniBatch:
             explain_compiler(error)
             error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
+
+    @contextmanager
+    def _numbers_passed_on(self, i: int, j: int) -> Iterator[None]:
+        """Take over the states of generators that another process has left, and leave them to the next one."""
+        columns, numbers = self.columns, self.random_numbers
+        processes = columns.processes
+        if processes is None or not numbers.following(columns.devices[j]):
+            yield
+            return
+        if j and not columns.is_mine(j - 1):
+            source = processes.owners[j - 1]
+            with processes.exchanging(f"the random state of micro-batch {i}", [source]):
+                numbers.state(i).update(processes.messages.hear(source, tag_of(NUMBERS, i, j)))
+        yield
+        if j + 1 < self._n and not columns.is_mine(j + 1):
+            processes.messages.tell(dict(numbers.state(i)), [processes.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i
@@ -260,7 +296,13 @@ class MiniBatch:
         def finish(output: Any) -> None:
             assert self._finish is not None
             self.aliases.verify_returned((tensor for _, tensor in each(output)), f"micro-batch {i} of the model")
-            self._finish(i, frame.import_value(output), cells[-1].export if cells else None)
+            output = frame.import_value(output)
+            if self.columns.is_mine(self._n - 1):
+                self._finish(i, output, cells[-1].export if cells else None)
+            else:
+                self._finish(i, output, (lambda _: Export(None, self._n - 1)) if cells else None)
+            if isinstance(frame, RemoteFrame):
+                self.crossings[i] = frame.imports.log
 
         # Here, too: in a thread of its own, a frame does not run in the modes of a worker.
         with self._residence.watched(lambda: frame.column):
@@ -321,6 +363,20 @@ def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
         if kind == "F" and j == n - 1:
             ended.append(number)
     return agenda._replace(needs=needs)
+
+
+def _part(agenda: Agenda, is_mine: Callable[[Action], bool]) -> Agenda:
+    """Return the part of an agenda in this process; what its actions need of others comes in messages."""
+    needs: list[set[int]] = []
+    for wanted in agenda.needs:  # What an action of another process needs, those need that need the action.
+        found = [{number} if is_mine(agenda.actions[number]) else needs[number] for number in wanted]
+        needs.append(set().union(*found))
+    numbers = [number for number, action in enumerate(agenda.actions) if is_mine(action)]
+    new = {number: k for k, number in enumerate(numbers)}
+    return agenda._replace(
+        actions=[agenda.actions[number] for number in numbers],
+        needs=[sorted([new[need] for need in needs[number]]) for number in numbers],
+    )
 
 
 def _only(agenda: Agenda, kinds: str) -> Agenda:

@@ -11,6 +11,7 @@ from torchgpipe.devices.torch_internals import is_saved
 from torchgpipe.frames.settings import Settings, iterate_tensors
 from torchgpipe.model.placement import give_memory, move_parameter
 from torchgpipe.offload.verify import verify_home
+from torchgpipe.processes.stand_in import StandIn
 
 __all__ = ["move"]
 
@@ -24,7 +25,7 @@ def move(module: nn.Module, settings: Settings) -> None:
     Raises:
         ValueError: a buffer on the meta device is in no ``state_dict``, so nothing could load it.
     """
-    tensors = list(iterate_tensors(module))
+    tensors = [place for place in iterate_tensors(module) if not isinstance(place[3], StandIn)]
     lost = [
         full
         for full, child, name, tensor in tensors

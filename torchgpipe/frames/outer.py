@@ -23,6 +23,7 @@ from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.given import refuse_strided_nested
 from torchgpipe.model.values import each, mapped
+from torchgpipe.processes.stand_in import StandIn
 
 __all__ = ["Exported", "Outer"]
 
@@ -47,6 +48,25 @@ class Exported:
             for _, tensor in each(output):
                 if tensor.requires_grad and id(tensor) not in self._exports[i]:
                     self._exports[i][id(tensor)] = (tensor, export(tensor))
+
+    def values(self, *, gather: bool) -> list[list[Tensor | None]]:
+        """Return what other processes are told of the outputs: the values of numbers, or of all tensors."""
+        return [
+            [tensor.detach().cpu() if gather or tensor.dim() == 0 else None for _, tensor in each(output)]
+            for output in self._outputs
+        ]
+
+    def fill(self, values: Sequence[Sequence[Tensor | None]]) -> None:
+        """Put the values that another process has told in the place of stand-ins."""
+        for i, output in enumerate(self._outputs):
+            filled = {
+                id(tensor): tensor if value is None else value.to(tensor.device).requires_grad_(tensor.requires_grad)
+                for (_, tensor), value in zip(each(output), values[i])
+                if isinstance(tensor, StandIn)
+            }
+            self._outputs[i] = _exchanged(output, filled)
+            exports = [(filled.get(key, tensor), export) for key, (tensor, export) in self._exports[i].items()]
+            self._exports[i] = {id(tensor): (tensor, export) for tensor, export in exports}
 
     def in_graph_of_caller(self, mini_batch: MiniBatch) -> list[Any]:
         """Return the outputs with one node that stands for the mini-batch."""

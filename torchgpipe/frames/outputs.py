@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
+from torchgpipe.processes.stand_in import StandIn
 
 __all__ = [
     "OWN_LOSSES",
@@ -235,6 +236,8 @@ def are_equal(values: Sequence[Tensor]) -> bool:
     rest = [tensor for tensor in values if tensor is not first]
     if any([tensor.shape != first.shape for tensor in rest]):
         return False
+    if isinstance(first, StandIn):  # The process that has them compares.
+        return True
     return not rest or bool(torch.stack([(tensor == first).all() for tensor in rest]).all())
 
 

@@ -29,7 +29,9 @@ from torchgpipe.frames.numbers import joiner
 from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece
+from torchgpipe.frames.weights import own_slots
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.graph.function import refuse_transforms
@@ -46,7 +48,7 @@ from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import on_demand
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
-from torchgpipe.schedule import Action, Program, Schedule, places_of, program, program_of
+from torchgpipe.schedule import Action, Program, Schedule, program, program_of
 from torchgpipe.transport.copier import copier
 
 __all__ = ["NumbersOfProof", "Pipeline"]
@@ -116,6 +118,7 @@ class Pipeline:
         self.host_memory = HostMemory(settings.devices, *settings.offload) if settings.offload is not None else None
         self._begun = False
         self._loss_proof = LossProof()
+        self.together = None if settings.processes is None else Together(settings.processes, settings)
         self._retry = Retry()
 
     def __reduce__(self) -> Any:
@@ -132,14 +135,23 @@ class Pipeline:
 
         Of micro-batches that the caller gives, return a list with the output of each.
         """
+        with nullcontext() if self.together is None else self.together.processes.at_step():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
         settings = self.settings
         batch = settings.study.splitter.micro_batches(Arguments(args, kwargs), settings.chunks)
         self._verify(batch)
         if self._stays_whole(batch):
+            if self.together is not None:
+                raise ValueError(
+                    "over several processes, a mini-batch is split into micro-batches of rows, without a cache: pass "
+                    "use_cache=False, and generate with a model in one process, which loads the state_dict"
+                )
             if batch.window is not None:
                 return [self._run_in_one_piece(part) for part in batch.parts]
             return self._run_in_one_piece(batch.arguments)
-        self._begin(batch, 7)  # the caller of the model
+        self._begin(batch, 8)  # the caller of the model
         backward = torch.is_grad_enabled()
         numbers = None if batch.given else joiner(settings, batch)
         exported = Exported(len(batch.sizes))
@@ -150,6 +162,10 @@ class Pipeline:
             mini_batch.run_forward_half()
         mini_batch.watch_inputs(tuple(batch.parts) if batch.given else tuple(batch.arguments))
         self._has_trained |= backward
+        if self.together is not None:
+            is_last = self.together.processes.is_mine(len(settings.devices) - 1)
+            values = exported.values(gather=settings.gathers) if is_last else None
+            exported.fill(self.together.end(mini_batch, values)[self.together.processes.last])
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
         if batch.carried is not None:
@@ -168,6 +184,9 @@ class Pipeline:
     ) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings, arguments = self.settings, Arguments(args, kwargs)
+        if self.together is not None:
+            with self.together.processes.at_step():
+                return self._step(arguments, target, scaler)
         if verify_on_oom(on_oom or settings.on_oom) == "raise":
             return self._step(arguments, target, scaler)
         return self._retry.run(
@@ -212,7 +231,11 @@ class Pipeline:
             proof=self._loss_proof,
         )
 
+        is_last = settings.processes is None or settings.processes.is_mine(len(settings.devices) - 1)
+
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
+            if not is_last:
+                return
             value, weight = loss.of(i, output)
             if export is not None:
                 if not value.requires_grad:
@@ -225,7 +248,7 @@ class Pipeline:
 
         m = len(batch.sizes)
         if batch.carried is None:
-            actions = program_of(settings.schedule, m, places_of(settings.devices), order_of(batch.window))
+            actions = program_of(settings.schedule, m, settings.places, order_of(batch.window))
         else:
             actions = self._in_two_halves(m)  # Keys get gradients from all later chunks, so these come first.
 
@@ -235,15 +258,26 @@ class Pipeline:
                     batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
                 )
                 mini_batch.run()
-                result = loss.result()
+                result: Any = loss.result() if is_last else None
+                if self.together is not None:
+                    result = self._shared(self.together, mini_batch, result)
                 if batch.carried is not None and settings.loss_fn is None:
-                    self._verify_shifted([result])
+                    self._verify_shifted([result])  # Of the model's own loss, which is a tensor.
                 self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
         with self._lock:
             aliases = self.aliases(backward=backward)
             return with_gradients(aliases, work)
+
+    def _shared(self, together: Together, mini_batch: MiniBatch, result: Any) -> Any:
+        """Return the result of a step, which the last process has, and add up gradients of shared parameters."""
+        last, gathers = together.processes.last, self.settings.gathers
+        told = together.told(result, gather=gathers) if together.processes.rank == last else None
+        heard = together.end(mini_batch, told)[last]
+        if torch.is_grad_enabled():
+            together.add_gradients(mini_batch)
+        return together.heard(heard) if result is None else result
 
     def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call a module of the spine on its device, and bring what it returns to where its arguments were.
@@ -303,7 +337,10 @@ class Pipeline:
             self._doors = [
                 (weakref.ref(named[name]), name, column) for name, column in settings.doors.items() if name in named
             ]
-            self._slots = [(weakref.ref(child), name, column) for child, name, column in settings.slots(module)]
+            users = None if self.together is None else self.together.users(module)
+            self._slots = [
+                (weakref.ref(child), name, column) for child, name, column in own_slots(module, settings, users)
+            ]
             self._structure = structure
             move(module, settings)  # What is new, such as another head; the rest is there.
             # One that was wrapped since, as by torch.compile, would otherwise have a door behind that of its wrapper.
@@ -340,7 +377,7 @@ class Pipeline:
 
     def _in_two_halves(self, m: int) -> Program:
         """Return the program of ``loss.backward()``: all forward, then all backward, last micro-batches first."""
-        places = places_of(self.settings.devices)
+        places = self.settings.places
         if self.host_memory is None:
             return program("GPipe", m, places)
         return [
@@ -363,16 +400,27 @@ class Pipeline:
     ) -> MiniBatch:
         module, settings, recorder, recomputes = self.module, self.settings, self.recorder, self._recomputes()
         m, step = len(batch.sizes), None
+        modes = modes_of(module)
+        random_numbers = random_numbers or RandomNumbers(module, settings.devices, modes)
+        if self.together is not None:
+            self.together.begin(module, batch, random_numbers, modes, f"{schedule}")
         if recorder is not None:
             places = [Place(stream, names) for stream, names in zip(self._computing(), settings.parts)]
             step = recorder.begin_step(m, places, actions)
         columns = Columns(
-            settings, m, self.streams, aliases, self.identity, labelled(step), splits=not recomputes, patience=patience
+            settings,
+            m,
+            self.streams,
+            aliases,
+            self.identity,
+            labelled(step),
+            splits=not recomputes,
+            patience=patience,
+            random_numbers=random_numbers,
+            **({} if self.together is None else self.together.for_columns()),
         )
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts
-        modes = modes_of(module)
-        random_numbers = random_numbers or RandomNumbers(module, settings.devices, modes)
         return MiniBatch(
             module._torchgpipe_forward,
             f"{type(module).__name__}.forward",
@@ -482,10 +530,10 @@ class Pipeline:
         cost = "without a speed-up"
         cost += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
-            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {cost}", 8)
+            self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {cost}", 9)
         elif batch.rows == 0:
             why = batch.splitter.unsplit(batch.arguments)
-            self._tell(f"a call passes the partitions in one piece, {cost}, as {why}", 8)
+            self._tell(f"a call passes the partitions in one piece, {cost}, as {why}", 9)
         return generates or batch.rows == 0
 
     def _begin(self, batch: SplitBatch, stacklevel: int) -> None:
@@ -539,7 +587,7 @@ class Pipeline:
         self, batch: SplitBatch, finish: Finish, aliases: Aliases, patience: float, *, backward: bool = True
     ) -> MiniBatch:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
-        actions = program("GPipe", len(batch.sizes), places_of(self.settings.devices))
+        actions = program("GPipe", len(batch.sizes), self.settings.places)
         numbers = NumbersOfProof()
         batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(

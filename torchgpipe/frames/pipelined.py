@@ -8,12 +8,13 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.device import canonical_device, default_device, working_devices
 from torchgpipe.devices.links import verify_links
 from torchgpipe.devices.memory import bytes_of, ran_out_of_memory
 from torchgpipe.devices.torch_internals import is_optimized, own_call, runs_compiled
@@ -33,6 +34,7 @@ from torchgpipe.frames.pipelined_module import (
 from torchgpipe.frames.proof import prove
 from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.weights import keep_own
 from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches, verify_independent
@@ -40,10 +42,14 @@ from torchgpipe.model.loss import verify_loss
 from torchgpipe.model.retry import OnShortage, verify_on_oom
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
+from torchgpipe.processes.processes import Processes
 from torchgpipe.schedule import Schedule, verify_name
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
 __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -72,6 +78,9 @@ def pipelined(
     slots: int | Sequence[int] = 2,
     pin: int | Sequence[int | None] | None = None,
     on_oom: OnShortage = "raise",
+    mesh: DeviceMesh | None = None,
+    timeout: timedelta | None = None,
+    gather: bool = False,
 ) -> M:
     """Pipeline any module over several devices, in place. ::
 
@@ -136,6 +145,12 @@ def pipelined(
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory, for all devices together or a
             list as above (default: half of the memory that is free), which CUDA copies beside the computation
         on_oom: what a step does if memory runs out, ``'raise'`` or ``'retry'``; see :class:`GPipe`
+        mesh: the processes, (stages,) or (replicas, stages): each makes the same model, best on the meta device, and
+            keeps the weights of its own partitions (default: this process alone). ``devices`` are those of this
+            process, and partitions go round the processes
+        timeout: how long a process waits for another (default: that of the process group)
+        gather: whether all processes get the outputs of the model; if not, they get numbers, such as a loss, and
+            stand-ins without values for other tensors
 
     Returns:
         ``module``
@@ -191,6 +206,9 @@ def _pipelined(
     slots: int | Sequence[int],
     pin: int | Sequence[int | None] | None,
     on_oom: OnShortage,
+    mesh: DeviceMesh | None,
+    timeout: timedelta | None,
+    gather: bool,
     apart: bool = False,
     studied: Study | None = None,
 ) -> M:
@@ -212,7 +230,13 @@ def _pipelined(
     verify_loss(loss_fn, weight, reduce)
     whole = [no_chunk] if isinstance(no_chunk, str) else [*no_chunk]
     balance, devices = _by_numbers(balance, devices)
-    places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
+    processes = None if mesh is None else Processes(mesh, timeout)
+    if processes is None:
+        places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
+    else:
+        if offload:
+            raise ValueError("offload= is for one process; over several, leave it out, and give more processes")
+        places, fixed = _devices_of_processes(processes, devices, partitions, balance), True
     verify_name(schedule)
     arguments = arguments_of(sample if window is None else window[0])
     settings = arrange(
@@ -223,7 +247,7 @@ def _pipelined(
         balance=balance,
         no_chunk=[name for name in whole if name != "target" or has_argument(module.forward, name)],
         checkpoint=checkpoint,
-        apart=apart or schedule in APART or bool(offload),
+        apart=apart or schedule in APART or bool(offload) or processes is not None,
         studied=studied,
         splits=window is None,
         chunks=count,
@@ -235,6 +259,8 @@ def _pipelined(
         may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
         offload=limits,
         on_oom=verify_on_oom(on_oom),
+        processes=processes,
+        gathers=gather,
     )
     for batch in window or ():
         settings.study.splitter.see(arguments_of(batch))
@@ -242,6 +268,9 @@ def _pipelined(
         verify_fits(_sizes(module, settings), limits[0])
     verify_fitting(settings, schedule)
     verify_links(settings.devices, 3)
+    if processes is not None:
+        keep_own(module, settings, processes)
+        verify = False
     move(module, settings)
     runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
@@ -307,6 +336,28 @@ def _telling() -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _devices_of_processes(
+    processes: Processes,
+    devices: Iterable[Device] | None,
+    partitions: int | None,
+    balance: str | Sequence[int] | Mapping[str, int],
+) -> list[torch.device]:
+    """Return the device of each partition in its process, and let the processes know their partitions."""
+    own = [default_device()] if devices is None else [canonical_device(device) for device in devices]
+    n = partitions
+    if not isinstance(balance, str):
+        n = n or (1 + max(balance.values()) if isinstance(balance, Mapping) else len(balance))
+    places = [(rank, device) for rank in range(processes.size) for device in own]
+    n = n or len(places)
+    if n % len(places):
+        raise ValueError(
+            f"{n} partitions do not go evenly round {processes.size} processes with {len(own)} devices each; give a "
+            "multiple as partitions"
+        )
+    processes.owners = [places[j % len(places)][0] for j in range(n)]
+    return [places[j % len(places)][1] for j in range(n)]
 
 
 def _names(names: Collection[str]) -> Collection[str]:

@@ -22,7 +22,7 @@ from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.placement import move_buffers
 from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.settings import verify_chunks
-from torchgpipe.schedule import Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule import Schedule, program_of, verify_name
 
 __all__ = ["ATTRIBUTES", "has_argument", "is_pipelined", "make_pipelined", "runs_of", "verify_fitting"]
 
@@ -265,7 +265,7 @@ class _Setting:
 
 def verify_fitting(settings: Settings, schedule: Schedule) -> Schedule:
     verify_name(schedule)
-    program_of(schedule, settings.chunks if callable(schedule) else None, places_of(settings.devices))
+    program_of(schedule, settings.chunks if callable(schedule) else None, settings.places)
     return schedule
 
 

@@ -17,7 +17,8 @@ from torchgpipe.frames.sample import Study
 from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.values import dotted
 from torchgpipe.offload.verify import Pin, Slots
-from torchgpipe.schedule import Schedule
+from torchgpipe.processes.processes import Processes
+from torchgpipe.schedule import Schedule, places_of
 
 __all__ = ["Settings", "find_door", "iterate_tensors", "name_of"]
 
@@ -35,6 +36,8 @@ class Settings:
         doors: for each module of the spine, its column
         homes: for each parameter and buffer outside of these modules, its column
         again: the names of modules of the spine that the sample calls again in later columns
+        users: for each parameter, the columns that use it, if there are several processes
+        processes: the processes, which know the owner of each column; None for this one alone
         recomputed: the names of modules that keep only their inputs, and run again at backward
         schedule: the schedule of a step
         loss_fn: the loss function of a step, or None
@@ -47,6 +50,7 @@ class Settings:
         offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
             there, too
         on_oom: what a step does if memory runs out
+        gathers: whether all processes get the outputs, and not numbers alone
     """
 
     chunks: int
@@ -57,6 +61,8 @@ class Settings:
     doors: dict[str, int]
     homes: dict[str, int]
     again: set[str]
+    users: dict[str, list[int]]
+    processes: Processes | None
     recomputed: set[str]
     schedule: Schedule
     loss_fn: Callable[..., Any] | None
@@ -68,6 +74,13 @@ class Settings:
     may_differ: Collection[str] = ()
     offload: tuple[Slots, Pin, bool] | None = None
     on_oom: OnShortage = "raise"
+    gathers: bool = False
+
+    @property
+    def places(self) -> list[int]:
+        """The number of the place of each column: its device, in its process."""
+        owners = [0] * len(self.devices) if self.processes is None else self.processes.owners
+        return places_of([*zip(owners, self.devices)])
 
     def column_of(self, name: str) -> int:
         """Return the column of a module, parameter or buffer, given its name in the model."""

@@ -73,7 +73,7 @@ class Trace:
     Attributes:
         calls: all calls in the order of their starts; the first is that of the model
         output: what the model returned
-        used: for each tensor that modules had before, the place of its first use by an operation
+        used: for each tensor that modules had before, the places of its uses by operations, in their order
         keeping: the names of the modules that have put tensors on themselves, or changed their buffers
         labels: the argument that a cross entropy has taken for its target, and the label that it leaves out
         shifts: whether it has taken them without the first of each row
@@ -82,7 +82,7 @@ class Trace:
 
     calls: list[Call]
     output: Any
-    used: dict[Tensor, int]
+    used: dict[Tensor, list[int]]
     keeping: set[str]
     labels: tuple[str, int] | None
     shifts: bool
@@ -112,7 +112,7 @@ class _Uses(TorchFunctionMode):
         }
         self._embedded: set[str] = set()
         self.dtypes = {parameter.dtype for parameter in parameters.values()}
-        self.used: dict[Tensor, int] = {}
+        self.used: dict[Tensor, list[int]] = {}
         self.labels: tuple[str, int] | None = None
         self.shifts = False
 
@@ -122,7 +122,9 @@ class _Uses(TorchFunctionMode):
             return func(*args, **kwargs)
         for _, tensor in each((args, kwargs)):
             if id(tensor) in self._before:
-                self.used.setdefault(tensor, self.now)
+                places = self.used.setdefault(tensor, [])
+                if self.now not in places[-1:]:
+                    places.append(self.now)
         changed: tuple[str, nn.Parameter] | None = None
         if changes_in_place(func) and not _assigns_itself(func, args) and func.__name__ != "requires_grad_":
             changed = self._parameter_in(args[:1])

@@ -177,9 +177,13 @@ class Aliases:
         is_known = tensor in self._parameters or (id(tensor), j) in self._by_partition
         return self.make(tensor, j) if is_known else None
 
+    def parameter_of(self, tensor: Tensor) -> Tensor:
+        """Return the parameter of an alias; else the tensor."""
+        return self._parameters.get(tensor, tensor)
+
     def make(self, tensor: Tensor, j: int) -> Tensor:
         """Return the alias in partition ``j`` of a parameter of the model, given it or an alias of it."""
-        return self._alias(self._parameters.get(tensor, tensor), j)
+        return self._alias(self.parameter_of(tensor), j)
 
     def verify_apart(self) -> None:
         """Check that the pass of the caller that this thread is in goes through no graph of a cell itself.

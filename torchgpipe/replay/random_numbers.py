@@ -104,6 +104,28 @@ class RandomNumbers:
                 for generator, before in zip(generators, begun):
                     states[_is_of_a_device(generator)] = self._noted(generator, before)
 
+    def replicated(self, i: int, device: torch.device) -> AbstractContextManager[None]:
+        """Let the generators follow what all processes draw for micro-batch ``i`` in a ``with`` block."""
+        return self.of(~i, device)
+
+    def begin_with(self, seed: int) -> None:
+        """Take the seed of another process."""
+        self._base = seed
+
+    @property
+    def seed(self) -> int:
+        """The seed of the mini-batch; 0 if nothing is drawn."""
+        return self._base
+
+    def state(self, i: int) -> dict[bool, Tensor]:
+        """Return the states that micro-batch ``i`` has left in its last cell, which may go on in another process."""
+        return self._states.setdefault(i, {})
+
+    def also(self, drawn: Draws) -> None:
+        """Note what other processes have drawn from."""
+        for k, has_drawn in enumerate(drawn):
+            self._drawn[k] |= has_drawn
+
     def backward(self, device: torch.device) -> AbstractContextManager[None]:
         """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
         generators = self.following(device)

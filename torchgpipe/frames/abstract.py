@@ -1,0 +1,82 @@
+"""Values without their tensors' values: what a module returns, as far as other processes need to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.model.values import container, each, is_cache, mapped, walk
+from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
+
+__all__ = ["Abstract", "abstracted", "described"]
+
+_PLAIN = (int, float, str, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type(Ellipsis), slice)
+
+
+class _Leaf(NamedTuple):
+    """A tensor in a value; ``argument`` is the number of the argument that it is, or -1."""
+
+    form: Form
+    requires_grad: bool
+    argument: int
+
+
+class Abstract(NamedTuple):
+    """A value with empty tensors, and what they stand for.
+
+    Attributes:
+        value: the value with empty tensors; None if it has objects that cannot be made anew
+        leaves: the tensors, in the order of `each`
+        is_plain: whether it has no such objects
+    """
+
+    value: Any
+    leaves: list[_Leaf]
+    is_plain: bool
+
+    def made(self, arguments: Sequence[Tensor], column: int, device: torch.device) -> Any:
+        """Return the value with stand-ins that column ``column`` owns, on a device of this process."""
+        tensors = iter(
+            [
+                arguments[argument] if argument >= 0 else StandIn(_here(form, device), column, requires_grad)
+                for form, requires_grad, argument in self.leaves
+            ]
+        )
+        return next(tensors) if isinstance(self.value, Tensor) else mapped(self.value, lambda _: next(tensors))
+
+
+def _here(form: Form, device: torch.device) -> Form:
+    """Return a form on a device of this process; what is on the host of the other process is on the host here."""
+    return form if form.device == device or form.device.type != device.type else form._replace(device=device)
+
+
+def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
+    """Return a value without its tensors' values; those that are among ``arguments`` are known by their numbers."""
+    numbers = {id(tensor): k for k, tensor in enumerate(arguments)}
+    leaves = [_Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1)) for _, tensor in each(value)]
+    empty = mapped(value, lambda _: torch.empty(0))
+    is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
+    return Abstract(empty if is_plain else None, leaves, is_plain)
+
+
+def described(value: Any, layers: Sequence[int] = ()) -> Any:
+    """Return what tells a value from others as far as forms go; of a cache, these layers count."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return str(value)
+        if is_cache(value):
+            own = getattr(value, "layers", None)
+            if isinstance(own, list):
+                return type(value).__name__, *[described(vars(own[k]), layers) for k in layers if k < len(own)]
+            opened = container(value, caches=True)
+        else:
+            opened = container(value, objects=True)
+        if opened is None:
+            return type(value).__name__
+        return (type(value).__name__, *opened.names, *[describe(item, other) for item in opened.items])
+
+    return describe(value, other)

@@ -1,0 +1,58 @@
+"""Which operations of glue need values of tensors, as far as function modes and names tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["DRAWS", "SHAPE_ONLY", "reads_values"]
+
+_T = Tensor
+
+#: What depends on the shape of the first argument alone.
+SHAPE_ONLY = {
+    torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like,
+    _T.new_zeros, _T.new_ones, _T.new_full, _T.new_empty, _T.new_tensor,
+}  # fmt: skip
+
+#: What draws random numbers.
+DRAWS = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal, torch.multinomial,
+    torch.rand_like, torch.randn_like, torch.randint_like, functional.dropout, torch.dropout,
+    _T.bernoulli, _T.bernoulli_, _T.uniform_, _T.normal_, _T.random_, _T.multinomial, _T.exponential_,
+}  # fmt: skip
+
+#: What tells values to Python, or returns a tensor whose shape depends on values.
+_READS = {
+    _T.item, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__contains__, _T.tolist, _T.numpy, _T.__array__,
+    _T.is_nonzero, torch.is_nonzero, _T.equal, torch.equal, _T.allclose, torch.allclose,
+    _T.nonzero, torch.nonzero, _T.argwhere, torch.argwhere, _T.unique, torch.unique, _T.unique_consecutive,
+    torch.unique_consecutive, _T.bincount, torch.bincount, _T.masked_select, torch.masked_select,
+}  # fmt: skip
+
+
+def reads_values(func: Callable[..., Any], args: Any, is_owned: Callable[[Tensor], bool]) -> bool:
+    """Return whether an operation needs values that one process has.
+
+    Args:
+        func: the operation
+        args: its arguments, of which a column owns at least one
+        is_owned: whether a column owns a tensor
+    """
+    if func in _READS:
+        return True
+    if func is _T.__getitem__:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any([isinstance(part, Tensor) and part.dtype in _MASKS and is_owned(part) for part in parts])
+    if func is torch.where:
+        return len(args) == 1
+    if func in (torch.repeat_interleave, _T.repeat_interleave):
+        return len(args) > 1 and isinstance(args[1], Tensor) and is_owned(args[1])
+    return False
+
+
+_MASKS = (torch.bool, torch.uint8)

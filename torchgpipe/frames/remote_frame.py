@@ -1,0 +1,307 @@
+"""A frame whose columns are in several processes.
+
+Every process runs the model's own forward for each micro-batch. A module of its own columns computes; in the place of
+what another process computes, there are stand-ins, and all operations between the modules run everywhere. A tensor is
+*replicated* if all processes have its values, such as an input or a mask made of it; else it is *owned* by the column
+that has computed it, its home:
+
+    process 0        x ──► block 0 ──► h ······► (block 1) ──► stand-in        h is sent when block 1 is reached
+                                       │
+    process 1        x ──► (block 0) ──► stand-in ══► block 1 ──► y            and received there, in its place
+
+So both ends of a crossing find it at the same place of the same forward, under the same number: nothing is negotiated.
+A frame stops where a column of its own process begins, and passes the others by.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.cell.cell import Cell
+from torchgpipe.devices.torch_internals import versions
+from torchgpipe.frames.abstract import abstracted
+from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.door import Door, this_thread
+from torchgpipe.frames.frame import Frame
+from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
+from torchgpipe.frames.imports import Imports, Known
+from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
+from torchgpipe.frames.remote_cell import RemoteCell
+from torchgpipe.model.values import each, mapped
+from torchgpipe.processes.stand_in import StandIn, form_of
+from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
+
+__all__ = ["RemoteFrame"]
+
+#: The attribute of a tensor without a node of autograd with the column that owns it.
+_HOME = "_torchgpipe_home"
+
+#: The attribute of a tensor with the ranks that it was sent to.
+_SENT = "_torchgpipe_sent"
+
+#: The attribute of a stand-in with the values that were received for it.
+_RECEIVED = "_torchgpipe_received"
+
+
+#: What asks where a tensor is.
+_OF_A_PLACE = {
+    Tensor.get_device,
+    *[getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")],
+}
+
+
+def own(value: Any, column: int) -> None:
+    """Note that a column owns the tensors in a value."""
+    for _, tensor in each(value):
+        if isinstance(tensor, StandIn):
+            tensor.home = column
+        elif tensor.grad_fn is None:
+            vars(tensor)[_HOME] = column
+
+
+class RemoteImports(Imports):
+    """See `Imports`. What one frame imports into its columns, and sends to those of other processes.
+
+    Attributes:
+        are_owned: whether any tensor since this was reset is owned by a column
+        log: each crossing between two processes, by its number: the columns, the form, and whether a graph was recorded
+    """
+
+    def __init__(self, i: int, cells: list[Cell], columns: Columns) -> None:
+        super().__init__(i, cells, columns)
+        assert columns.processes is not None
+        self._processes = columns.processes
+        self.are_needed, self.are_owned = True, False
+        self.log: list[Any] = []
+        self._reads = 0
+        #: By their ids, replicated tensors that a remote column has changed in place, with their stand-ins.
+        self._replaced: dict[int, tuple[Tensor, StandIn]] = {}
+
+    @property
+    def begin_here(self) -> bool:
+        """See `Imports.begin_here`: column 0 may be that of another process."""
+        return True
+
+    def end(self) -> None:
+        """See `Imports.end`."""
+        super().end()
+        self._replaced = {}
+
+    def replaced(self, tensor: Any) -> Any:
+        """Return the stand-in of a replicated tensor that a remote column has changed; else the tensor."""
+        return self._replaced[id(tensor)][1] if id(tensor) in self._replaced else tensor
+
+    def replace(self, tensor: Tensor) -> StandIn:
+        """Let a remote column own a replicated tensor from now on, and return its stand-in."""
+        stand_in = StandIn(form_of(tensor), self.column, tensor.requires_grad)
+        self._replaced[id(tensor)] = tensor, stand_in
+        return stand_in
+
+    def count_reads(self) -> int:
+        """Return how many values glue has read before."""
+        self._reads += 1
+        return self._reads - 1
+
+    def home_of(self, tensor: Tensor) -> int | None:
+        """Return the column that owns a tensor; None if it is replicated."""
+        if isinstance(tensor, StandIn):
+            return tensor.home
+        node = tensor.grad_fn
+        return vars(tensor).get(_HOME) if node is None else self._home(node)
+
+    def import_tensor(self, tensor: Tensor) -> Tensor:
+        """See `Imports.import_tensor`."""
+        tensor = self.replaced(tensor)
+        column, records = self.column, tensor.requires_grad and torch.is_grad_enabled()
+        known = self._imports.get((id(tensor), records))
+        if known is not None:
+            self.are_owned = True
+            if known.is_changed:
+                return self.import_tensor(known.result)
+            if known.column == column:
+                return known.result
+        is_mine = self._columns.is_mine(column)
+        users = self._columns.users.get(self._aliases.parameter_of(tensor)) if tensor.grad_fn is None else None
+        home = column if users is not None else self.home_of(tensor)
+        if home is None:
+            return self._on_this_device(tensor) if is_mine else tensor
+        self.are_owned = True
+        if users is not None:
+            result = self._parameter(tensor, users, is_mine)
+        elif home == column:
+            return self._on_this_device(tensor) if is_mine else tensor
+        elif self._processes.owners[home] != self._processes.owners[column]:
+            result = self._cross(tensor, home, records)
+        elif is_mine:
+            result = self._import(tensor, home, records) if tensor.grad_fn is not None else self._on_this_device(tensor)
+        else:
+            result = StandIn(form_of(tensor), column, tensor.requires_grad)
+        if result is not tensor:
+            self._imports[id(tensor), records] = Known(tensor, column, result, versions([result])[0])
+        return result
+
+    def _parameter(self, tensor: Tensor, users: frozenset[int], is_mine: bool) -> Tensor:
+        """Return what stands for a parameter: an alias, or a stand-in."""
+        column = self.column
+        if column not in users:
+            raise RuntimeError(
+                f"{self._columns.name_of(column)} uses a parameter of shape {tuple(tensor.shape)}, and did not do so "
+                "with the sample, so its process may not have it; give pipelined a sample that takes this way"
+            )
+        if is_mine:
+            alias = self._aliases.at(tensor, column)
+            return tensor if alias is None else alias
+        return StandIn(form_of(tensor), column, tensor.requires_grad)
+
+    def _cross(self, tensor: Tensor, home: int, records: bool) -> Tensor:
+        """Return what stands in this column for a tensor of another process, at both ends of its way and elsewhere."""
+        processes, column, form = self._processes, self.column, form_of(tensor)
+        number, source, target = len(self.log), processes.owners[home], processes.owners[column]
+        self.log.append((home, column, form.shape, form.dtype, records))
+        if target == processes.rank:
+            value = self._received(tensor, source, number)
+            if not records:
+                own(value, column)
+                return value
+            cell = self._cell(column)
+            return cell.import_(value, cell.note_received(home, form))
+        if source == processes.rank:
+            self._send(tensor, target, number)
+            if records:
+                cell = self._cell(home)
+                cell.note_sent(column, cell.export(tensor), form)
+        return StandIn(form, column, tensor.requires_grad)
+
+    def _cell(self, column: int) -> RemoteCell:
+        cell = self._cells[column]
+        assert isinstance(cell, RemoteCell)
+        return cell
+
+    def _send(self, tensor: Tensor, target: int, number: int) -> None:
+        """Send a tensor, unless it was sent there before, for another column."""
+        sent: set[int] = vars(tensor).setdefault(_SENT, set())
+        if target not in sent:
+            sent.add(target)
+            self._processes.messages.send(tensor, target, tag_of(TENSORS, self.i, number))
+
+    def _received(self, tensor: Tensor, source: int, number: int) -> Tensor:
+        """Return the values of a stand-in, which are received for the first column of this process that uses them."""
+        value: Tensor | None = vars(tensor).get(_RECEIVED)
+        if value is None:
+            form = form_of(tensor)._replace(device=self._columns.devices[self.column])
+            what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
+            with self._processes.exchanging(what, [source]):
+                value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
+            vars(tensor)[_RECEIVED] = value
+        return self._on_this_device(value)
+
+
+class RemoteFrame(Frame):
+    """See `Frame`."""
+
+    imports: RemoteImports
+    kind_of_imports = RemoteImports
+
+    #: The last column that may run. What other processes have is passed by, before it and behind it.
+    _granted = -1
+
+    def advance(self, j: int) -> None:
+        """See `Frame.advance`."""
+        self._granted = j
+        super().advance(j)
+
+    def _stops_before(self, column: int) -> bool:
+        return self._columns.is_mine(column) and column > self._granted
+
+    def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
+        columns, column = self._columns, self.imports.column
+        assert columns.remote_doors is not None
+        if not columns.is_mine(column):
+            return columns.remote_doors.call(door, args, kwargs, column)
+        given = {id(tensor) for _, tensor in each((args, kwargs))}
+        noted = columns.remote_doors.begin(door, args, kwargs)
+        output = super()._call(door, args, kwargs)
+        columns.remote_doors.end(door, noted, output)
+        own([tensor for _, tensor in each(output) if id(tensor) not in given], column)
+        return output
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling() or self._is_off or this_thread.visitor is not self:
+            return func(*args, **kwargs)
+        imports, devices = self.imports, self._columns.devices
+        if func in OF_THE_ORIGINAL or func in _OF_A_PLACE:  # Else the question would send the tensor.
+            return func(*map(imports.replaced, args), **kwargs)
+        if "device" in kwargs or func in TO_A_DEVICE:
+            args, kwargs = on_device(func, args, kwargs, devices[imports.column], devices)
+        imports.are_owned = False
+        first = args[0] if args else None
+        args = mapped(args, imports.import_tensor)
+        if kwargs:
+            kwargs = mapped(kwargs, imports.import_tensor)
+        if not imports.are_owned:
+            if func in DRAWS:  # As layer drop does: all processes draw the same.
+                with self._columns.replicated_numbers(self.i):
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        if func in DIFFERENTIATES:
+            raise RuntimeError(
+                "the model computes gradients between two modules of the spine, of what one process has; let one "
+                "module do all of it"
+            )
+        if func in SHAPE_ONLY:
+            like = torch.empty_strided(*form_of(args[0])[:2], dtype=args[0].dtype, device="meta")
+            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
+        if reads_values(func, args, lambda mask: imports.home_of(mask) is not None):
+            return self._read(func, args, kwargs)
+        return self._compute(func, args, kwargs, first)
+
+    def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
+        """Compute what the present column owns; ``first`` is the first argument before it was imported."""
+        imports, is_mine = self.imports, self._columns.is_mine(self.imports.column)
+        if not changes_in_place(func):
+            result = func(*args, **kwargs)
+            own(result, imports.column)
+            return result
+        if is_mine or isinstance(args[0], StandIn):
+            changed = args[0]
+        else:
+            changed = imports.replace(args[0])
+            args = changed, *args[1:]
+        if is_mine:
+            result = func(*args, **kwargs)
+        else:  # A leaf that requires grad may not be changed in place, and a stand-in needs no graph.
+            with torch.no_grad():
+                result = func(*args, **kwargs)
+            requires_grad = torch.is_grad_enabled() and any([one.requires_grad for _, one in each((args, kwargs))])
+            changed.requires_grad_(changed.requires_grad or requires_grad)
+        own(changed, imports.column)
+        return first if result is changed and first is not args[0] and id(first) in imports._replaced else result
+
+    def _read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Let the owner of the column read values, and tell all others."""
+        imports, processes = self.imports, self._columns.processes
+        assert processes is not None
+        column, number = imports.column, imports.count_reads()
+        tag, owner = tag_of(VALUES, self.i, number), processes.owners[column]
+        self._columns.reads.setdefault(_place_of(sys._getframe(2)), func.__name__)
+        if owner == processes.rank:
+            result = func(*args, **kwargs)
+            processes.messages.tell(abstracted(result), processes.others, tag)
+            own(result, column)
+            return result
+        with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
+            told = processes.messages.hear(owner, tag)
+        return self._columns.stand_ins(told, column)
+
+
+def _place_of(frame: Any) -> str:
+    """Return the place in the code of the model that a frame of Python is in, or was called from."""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchgpipe", "torch"):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,147 @@
+"""A mini-batch of several processes: what they agree on before it, and what they tell each other behind it."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.frames.abstract import Abstract, abstracted, described
+from torchgpipe.frames.inputs import SplitBatch
+from torchgpipe.frames.mini_batch import MiniBatch
+from torchgpipe.frames.remote_doors import RemoteDoors
+from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.weights import add_shared, users_of
+from torchgpipe.model.values import each, mapped
+from torchgpipe.processes.processes import Processes
+from torchgpipe.replay.random_numbers import Draws, RandomNumbers
+
+__all__ = ["Together"]
+
+
+class Together:
+    """What the processes of a pipeline do together.
+
+    Args:
+        processes: the processes
+        settings: the settings of the model
+
+    Attributes:
+        doors: the modules of other processes
+    """
+
+    def __init__(self, processes: Processes, settings: Settings) -> None:
+        self.processes, self._settings = processes, settings
+        self.doors = RemoteDoors(processes, settings)
+        self._users: dict[Tensor, frozenset[int]] = {}
+        #: What `_described` says of a mini-batch, as a number that is the same in all processes.
+        self._checksums: dict[Any, int] = {}
+
+    def users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
+        """Return the columns that use each parameter."""
+        self._users = users_of(module, self._settings)
+        return self._users
+
+    def for_columns(self) -> dict[str, Any]:
+        """Return what columns know of other processes."""
+        return {"processes": self.processes, "remote_doors": self.doors, "users": self._users}
+
+    def begin(self, module: nn.Module, batch: SplitBatch, numbers: RandomNumbers, modes: Any, kind: str) -> None:
+        """Agree with the other processes on a mini-batch.
+
+        Args:
+            module: the model
+            batch: its micro-batches
+            numbers: its random numbers, which get the seed of the first process
+            modes: the modes of the modules
+            kind: what runs, such as the name of a schedule
+
+        Raises:
+            RuntimeError: the others have prepared another one.
+        """
+        trained = tuple([parameter.requires_grad for parameter in self._users])
+        for parameter in self._users:
+            if parameter.requires_grad and not parameter.is_leaf:
+                raise ValueError("a parameter that is computed from others cannot be shared by processes")
+        parts = batch.given or [batch.arguments]
+        needing = [path for part in parts for path, tensor in each(tuple(part)) if tensor.requires_grad]
+        if needing and torch.is_grad_enabled():
+            raise ValueError(
+                f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
+                "compute it in a module of the model, or pass detach()"
+            )
+        key = kind, torch.is_grad_enabled(), modes, trained, described([tuple(part) for part in parts])
+        checksum = self._checksums.get(key)
+        if checksum is None:
+            words = kind, torch.is_grad_enabled(), *[(str(mode[0]), *mode[1:]) for mode in modes], trained, key[-1]
+            text = repr(words)
+            checksum = self._checksums[key] = zlib.crc32(_without_devices(text).encode())
+        seed, _ = self.processes.agree(checksum, numbers.seed, 1.0)
+        numbers.begin_with(seed)
+        self.doors.use(hash((modes, trained)))
+
+    def add_gradients(self, mini_batch: MiniBatch) -> None:
+        """Add up the gradients of parameters that several processes have."""
+        add_shared(self._users, mini_batch.aliases, self.processes)
+
+    def end(self, mini_batch: MiniBatch, told: Any) -> list[Any]:
+        """Tell the others how a mini-batch went, and return what each has told.
+
+        Raises:
+            RuntimeError: the processes have come to other crossings.
+        """
+        numbers, processes = mini_batch.random_numbers, self.processes
+        log = repr(mini_batch.crossings)
+        rows = processes.gather((zlib.crc32(log.encode()), numbers.drawn, told), "the end of the mini-batch")
+        if len({row[0] for row in rows}) > 1:
+            logs = processes.gather(mini_batch.crossings, "what has crossed")
+            raise RuntimeError(_difference(logs))
+        for _, drawn, _ in rows:
+            numbers.also(Draws(*drawn))
+        return [told for _, _, told in rows]
+
+    def told(self, value: Any, *, gather: bool) -> Any:
+        """Return what other processes are told of a value: numbers, and the forms of tensors, or all of it."""
+        values = [tensor.detach().cpu() if gather or tensor.dim() == 0 else None for _, tensor in each(value)]
+        return abstracted(value), values
+
+    def heard(self, told: tuple[Abstract, Sequence[Tensor | None]]) -> Any:
+        """Return a value that another process has told, with stand-ins for tensors that it has not."""
+        forms, values = told
+        last = len(self._settings.devices) - 1
+        tensors = iter(values)
+        return mapped(
+            forms.made((), last, self._settings.devices[last]),
+            lambda stand_in: stand_in if (value := next(tensors)) is None else value.to(stand_in.device),
+        )
+
+
+def _without_devices(text: str) -> str:
+    """Leave the numbers of devices out of a text: each process has others."""
+    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", text)
+
+
+def _difference(logs: Sequence[Sequence[Sequence[Any]]]) -> str:
+    """Return an error that tells the first crossing that processes disagree on."""
+    for i, each_log in enumerate(zip(*logs)):
+        for number, crossings in enumerate(zip_longest(*each_log)):
+            if len(set(crossings)) > 1:
+                said = "; ".join([f"process {rank}: {_shown(crossing)}" for rank, crossing in enumerate(crossings)])
+                return (
+                    f"processes have come to other crossings in micro-batch {i} (number {number}: {said}), so what "
+                    "they have computed is wrong: something in the forward differs between processes, such as the "
+                    "time, the order of a set, a hook, or values that one process has and the forward has read unseen"
+                )
+    return "processes have run other numbers of micro-batches"
+
+
+def _shown(crossing: Any) -> str:
+    if crossing is None:
+        return "nothing"
+    home, column, shape, dtype, _ = crossing
+    return f"{tuple(shape)} {dtype} from partition {home} to {column}"

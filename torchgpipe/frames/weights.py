@@ -1,0 +1,103 @@
+"""The weights of a model over several processes: each process keeps those that its columns use.
+
+In the place of the others are stand-ins. A parameter that columns of several processes use, such as a tied one, has a
+copy in each of these processes, and the sum of its gradients, in the order of the columns, arrives at each copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
+from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.gradients.sums import sum_of
+from torchgpipe.processes.processes import Processes
+from torchgpipe.processes.stand_in import StandIn, form_of
+
+__all__ = ["add_shared", "keep_own", "own_slots", "users_of"]
+
+
+def keep_own(module: nn.Module, settings: Settings, processes: Processes) -> None:
+    """Put stand-ins in the place of the parameters and buffers that no column of this process uses."""
+    users = users_of(module, settings)
+    remote: dict[Tensor, Tensor] = {}
+    for full, child, name, tensor in [*iterate_tensors(module)]:
+        column = settings.column_of(full)
+        if isinstance(tensor, StandIn):
+            continue
+        if name in child._parameters:
+            if any(map(processes.is_mine, users[tensor])):
+                continue
+            if tensor not in remote:
+                stand_in = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
+                remote[tensor] = nn.Parameter(stand_in, tensor.requires_grad)
+                vars(remote[tensor]).update(vars(tensor))
+            if isinstance(child, nn.RNNBase):
+                setattr(child, name, remote[tensor])  # It keeps another list of its parameters.
+            else:
+                child._parameters[name] = remote[tensor]  # type: ignore[assignment]
+        elif find_door(full, settings.doors) is not None and not processes.is_mine(column):
+            child._buffers[name] = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
+
+
+def users_of(module: nn.Module, settings: Settings) -> dict[Tensor, frozenset[int]]:
+    """Return the columns that use each parameter."""
+    return {
+        parameter: frozenset(settings.users.get(name, ()))
+        for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False)
+    }
+
+
+def own_slots(
+    module: nn.Module, settings: Settings, users: Mapping[Tensor, frozenset[int]] | None
+) -> list[tuple[nn.Module, str, int]]:
+    """Return every place of a parameter that this process has, each with its column in this process."""
+    slots, processes = settings.slots(module), settings.processes
+    if processes is None or users is None:
+        return slots
+    own: list[tuple[nn.Module, str, int]] = []
+    for child, name, column in slots:
+        parameter = child._parameters[name]
+        if parameter is None or isinstance(parameter, StandIn):
+            continue
+        mine = [c for c in sorted(users[parameter]) if processes.is_mine(c)]
+        own.append((child, name, column if column in mine else mine[0]))
+    return own
+
+
+def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, processes: Processes) -> None:
+    """Add up the gradients of parameters that several processes have, in the order of the columns, in all of them.
+
+    Args:
+        users: the columns of each parameter
+        aliases: the aliases, which have the gradients
+        processes: the processes
+    """
+    shared = [
+        (parameter, sorted(columns))
+        for parameter, columns in users.items()
+        if parameter.requires_grad and len({processes.owners[c] for c in columns}) > 1
+    ]
+    if not shared:
+        return
+    for parameter, columns in shared:
+        total: Leaf = None
+        own: list[Tensor] = []
+        for c in columns:
+            alias = aliases.at(parameter, c) if processes.is_mine(c) else None
+            grad = None
+            if alias is not None:
+                grad, alias.grad = alias.grad, None
+                own.append(alias)
+            has_grad = torch.tensor(int(grad is not None))
+            processes.broadcast(has_grad, processes.owners[c], "whether a shared parameter has a gradient")
+            if has_grad:
+                values = grad if grad is not None else torch.empty(form_of(parameter).shape, dtype=parameter.dtype)
+                processes.broadcast(values, processes.owners[c], "the gradient of a shared parameter")
+                total = sum_of(total, values)
+        if own:
+            own[0].grad = total

@@ -1,0 +1,271 @@
+"""The processes of a pipeline: they agree on each step, exchange values, and name each other in errors.
+
+A process that cannot prepare a step, or prepares another one than the others, must not begin to send: its neighbours
+would wait for ever, or receive tensors of the wrong shapes. So all processes agree before the first tensor is sent. A
+process that fails later closes its connections, by which those that wait for it wake up at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchgpipe.devices.torch_internals import default_store
+from torchgpipe.processes.messages import Messages
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Processes"]
+
+_numbers = itertools.count()
+
+
+class Processes:
+    """The processes of this pipeline, and the processes with the same columns in its replicas.
+
+    Args:
+        mesh: (stages,) or (replicas, stages)
+        timeout: how long a process waits for another; None for the default of PyTorch
+
+    Attributes:
+        rank: the rank of this process in the pipeline
+        size: the number of processes of the pipeline
+        owners: the rank of each column; set by whoever arranges the columns
+        step: the number of the current step
+        messages: the messages of this step
+
+    Raises:
+        ValueError: the mesh has another number of dimensions.
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> None:
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has {mesh.ndim}")
+        self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        ranks: list[list[int]] = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+        make: Any = dist.new_subgroups_by_enumeration
+        # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
+        self._control = make(ranks, timeout=timeout, backend="gloo")[0]
+        tensors = make(ranks, timeout=timeout)[0] if "nccl" in dist.get_backend() else self._control
+        self._closed, self._phase = False, ""
+        self.rank, self.size = dist.get_rank(self._control), dist.get_world_size(self._control)
+        self.messages = Messages(tensors, self._control)
+        self._tensors = tensors
+        self.owners: Sequence[int] = []
+        self.step = 0
+        self._store, self._prefix = default_store(), f"torchgpipe/{next(_numbers)}/{self.replica}"
+
+    def __deepcopy__(self, memo: Any) -> Processes:
+        return self  # A group of processes cannot be copied, and a copy of the model has the same.
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model over several processes cannot be pickled; save its state_dict()")
+
+    @property
+    def replica(self) -> int:
+        """The index of this process's pipeline among its replicas."""
+        return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
+
+    @property
+    def place(self) -> str:
+        """The rank and the columns of this process, as text."""
+        mine = ", ".join([str(j) for j in range(len(self.owners)) if self.is_mine(j)])
+        place = f"rank {dist.get_rank()}, partition {mine} of {len(self.owners)}"
+        return place if self.replica_group is None else f"{place} in replica {self.replica}"
+
+    def is_mine(self, j: int) -> bool:
+        """Return whether column ``j`` is in this process."""
+        return self.owners[j] == self.rank
+
+    @property
+    def last(self) -> int:
+        """The rank of the last column."""
+        return self.owners[-1]
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the others."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    # --------------------------------------------------------------------------------------------------- before a step
+
+    def agree(self, checksum: int, seed: int, weight: float, *, failed: bool = False) -> tuple[int, float]:
+        """Wait until all processes are ready for the same step.
+
+        Args:
+            checksum: a number that is equal for equal steps
+            seed: a seed; that of the first process counts
+            weight: the weight of the mini-batch
+            failed: whether this process could not prepare the step. The caller raises the error that says why.
+
+        Returns:
+            the seed, and the weight of the mini-batches of all replicas
+
+        Raises:
+            RuntimeError: another process has failed, prepares another step, has ended, or does not answer.
+        """
+        if self._closed:
+            raise RuntimeError(
+                f"{self.place}: an earlier step has failed, and its tensors are lost on their way; start all processes "
+                "again from the last checkpoint"
+            )
+        self.step += 1
+        self._phase = "has agreed"
+        (bits,) = struct.unpack("q", struct.pack("d", weight))
+        mine = torch.tensor([int(failed), checksum, seed, bits])
+        replies = [torch.empty_like(mine) for _ in range(self.size)]
+        with self.exchanging("whether all are ready"):
+            dist.all_gather(replies, mine, group=self._control)
+        rows = torch.stack(replies).tolist()
+        refused = [rank for rank, row in enumerate(rows) if row[0]]
+        others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
+        (total,) = struct.unpack("d", struct.pack("q", rows[0][3]))
+        together = torch.tensor([len(refused) + len(others), total], dtype=torch.float64)
+        self.add_replicas(together, "whether all replicas are ready")
+        faults, total = map(float, together.tolist())
+        if failed or not faults:
+            self._phase = "has failed" if failed else "runs"
+            return rows[0][2], total
+        if refused:
+            raise RuntimeError(
+                f"rank {self._ranks(refused)} could not prepare the step, and says why; nothing was sent"
+            )
+        if others:
+            raise RuntimeError(
+                f"rank {self._ranks(others)} prepares another step: the model, the partitions, the schedule, the "
+                "shapes of the arguments, train() or eval(), grad mode and what requires grad must be the same in all "
+                "processes. Nothing was sent"
+            )
+        raise RuntimeError("another replica could not prepare the step, and says why; nothing was sent")
+
+    # -------------------------------------------------------------------------------------------- all processes at once
+
+    def agreed(self, value: Any, key: Any) -> Any:
+        """Return what the first process gives.
+
+        Raises:
+            ValueError: another process has another key.
+        """
+        rows = self.gather((value, key), "the partitions")
+        others = [rank for rank, row in enumerate(rows) if row[1] != key]
+        if others:
+            raise ValueError(
+                f"rank {self._ranks(others)} has another model than this process: its modules are "
+                f"{rows[others[0]][1]}, and here {key}; make the same model in every process"
+            )
+        return rows[0][0]
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return what all processes give, by rank.
+
+        Args:
+            value: what this process gives; it can be pickled
+            what: names it, for errors
+        """
+        values: list[Any] = [None] * self.size
+        with self.exchanging(what):
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Give ``tensor`` the values that it has in ``source``."""
+        with self.exchanging(what):
+            on_host = tensor.detach().cpu().contiguous()
+            dist.broadcast(on_host, group=self._control, group_src=source)
+            if self.rank != source:
+                tensor.detach().copy_(on_host)
+
+    def add_replicas(self, tensor: Tensor, what: str) -> None:
+        """Add to ``tensor`` its values in all other replicas."""
+        if self.replica_group is not None:
+            with self.exchanging(what):
+                dist.all_reduce(tensor, group=self.replica_group)
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Let other processes look up a value; nobody waits."""
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def look_up(self, key: str, what: str) -> bytes:
+        """Return a value that another process publishes, and wait for it."""
+        with self.exchanging(what):
+            value: bytes = self._store.get(f"{self._prefix}/{key}")
+            return value
+
+    # --------------------------------------------------------------------------------------------------------- failures
+
+    @contextmanager
+    def at_step(self) -> Iterator[None]:
+        """Surround a step: its preparation, on which all agree, and what follows.
+
+        The others are told of a failure: before all have agreed, they go on; after that, what they wait for is lost.
+        """
+        self._phase = "prepares"
+        try:
+            yield
+            self.messages.flush()
+        except BaseException as error:
+            error.add_note(f"{self.place} at step {self.step}")
+            if self._phase == "prepares":
+                self.agree(0, 0, 0.0, failed=True)
+            elif self._phase == "runs":
+                self._close(error)
+            raise
+
+    @contextmanager
+    def at_backward(self) -> Iterator[None]:
+        """Surround the backward of a step, to which `at_step` was around forward."""
+        self._phase = "runs"
+        try:
+            yield
+            self.messages.flush()
+        except BaseException as error:
+            error.add_note(f"{self.place} at step {self.step}, in backward")
+            self._close(error)
+            raise
+
+    def _close(self, error: BaseException) -> None:
+        self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
+        self._closed = True
+        self.messages.forget()
+        for group in {id(group): group for group in (self._tensors, self._control)}.values():
+            dist.destroy_process_group(group)
+        del self._tensors, self._control, self.messages
+
+    @contextmanager
+    def exchanging(self, what: str, peers: Sequence[int] | None = None) -> Iterator[None]:
+        """Name this process and its peers in errors of an exchange.
+
+        Args:
+            what: names what this process waits for
+            peers: the ranks in the pipeline that should send it; all others if None
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost(error, what, self.others if peers is None else peers)
+
+    def _lost(self, error: Exception, what: str, peers: Sequence[int]) -> NoReturn:
+        said = [
+            f"rank {self._ranks([rank])} has failed with {self._store.get(key).decode()}"
+            for rank in self.others
+            if self._store.check([key := f"{self._prefix}/failed/{rank}"])
+        ]
+        raise RuntimeError(
+            f"{self.place} has waited in step {self.step} for {what} from rank {self._ranks(peers)}, in vain: "
+            f"{'; '.join(said) or error}; read the error of that process, and start all of them again from the last "
+            "checkpoint"
+        ) from error
+
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        """Return ranks of the pipeline as those of all processes, as text."""
+        return ", ".join([str(dist.get_global_rank(self._control, rank)) for rank in ranks])

@@ -1,0 +1,231 @@
+"""Stand-ins: tensors without values in the place of tensors that another process has.
+
+A stand-in has the shape, the strides, the dtype and a device of this process; what is computed with a stand-in is a
+stand-in again. The dispatcher of PyTorch calls `StandIn.__torch_dispatch__` below autograd and autocast, which treat a
+stand-in as any tensor: it requires grad, has nodes of autograd, and is cast.
+
+What an operation returns follows from the operation and the forms of its arguments. The first time, the operation runs
+on PyTorch's fake tensors, which takes about a hundred times as long as to look up what it has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.torch_internals import disabled_torch_function, fake_tensor_mode, written
+
+__all__ = ["Form", "NoValues", "StandIn", "describe", "form_of"]
+
+
+class NoValues(RuntimeError):
+    """An operation needs values that another process has."""
+
+
+class Form(NamedTuple):
+    """All of a tensor but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StandIn(Tensor):
+    """A tensor without values.
+
+    Args:
+        form: its form
+        home: the column that has computed the tensor that it stands for
+        requires_grad: whether that requires grad
+
+    Attributes:
+        form, home: see above
+    """
+
+    form: Form
+    home: int
+
+    @staticmethod
+    def __new__(cls, form: Form, home: int, requires_grad: bool = False) -> StandIn:
+        shape, stride, dtype, device = form
+        self: StandIn = Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        self.form, self.home = form, home
+        return self
+
+    __torch_function__ = disabled_torch_function
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        shape, _stride, dtype, device = self.form
+        return f"StandIn({list(shape)}, dtype={dtype}, device='{device}', computed by column {self.home} elsewhere)"
+
+    def __deepcopy__(self, memo: Any) -> StandIn:
+        return StandIn(self.form, self.home, self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return StandIn, (self.form, self.home, self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = (func, *[_describe_argument(value) for value in args], *map(_describe_argument, kwargs.items()))
+        effect = _known.get(key)
+        if effect is None:
+            if len(_known) >= _MOST:  # As of an operation with another number in each step.
+                _known.clear()
+            effect = _known[key] = _effect_of(func, args, kwargs)
+        stand_ins = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, StandIn)]
+        home = max([tensor.home for tensor in stand_ins])
+        for number in effect.written:
+            tensor = next(tensor for k, tensor in enumerate(_tensors((args, kwargs))) if k == number)
+            if not isinstance(tensor, StandIn):
+                raise NoValues(
+                    f"'{func}' writes what column {home} has computed, in another process, to a tensor of shape "
+                    f"{tuple(tensor.shape)} that all processes have; let one module of the spine do both"
+                )
+            tensor.home = home
+        return effect.made([*_tensors((args, kwargs))] if effect.has_arguments else (), home)
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Return the form of a tensor."""
+    if isinstance(tensor, StandIn):
+        return tensor.form
+    stride = tensor.stride() if tensor.layout is torch.strided else ()
+    return Form(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
+
+
+class _Effect(NamedTuple):
+    """What an operation does, for arguments of some forms.
+
+    Attributes:
+        value: what it returns, with a `Form` in the place of a new tensor, and an `_Argument` in that of an argument
+        written: the numbers of the tensors among its arguments that it changes
+        has_arguments: whether it returns any of its arguments
+    """
+
+    value: Any
+    written: Sequence[int]
+    has_arguments: bool
+
+    def made(self, arguments: Sequence[Tensor], home: int) -> Any:
+        """Return what the operation returns."""
+        return _made(self.value, arguments, home)
+
+
+class _Argument(NamedTuple):
+    number: int
+
+
+def _made(value: Any, arguments: Sequence[Tensor], home: int) -> Any:
+    kind = type(value)
+    if kind is Form:
+        return StandIn(value, home)
+    if kind is _Argument:
+        return arguments[value.number]
+    if kind is tuple or kind is list:
+        return kind([_made(item, arguments, home) for item in value])
+    return value
+
+
+#: The most effects that are kept.
+_MOST = 20_000
+
+_known: dict[Any, _Effect] = {}
+
+
+def describe(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Return what tells a value from others as far as forms go: hashable, and equal for equal forms.
+
+    Args:
+        value: a value
+        other: describes what is no tensor, number, word, tuple or list
+    """
+    kind = type(value)
+    if kind is StandIn:
+        return value.form, value.requires_grad
+    if kind in _PLAIN:
+        return kind, value  # 1, 1.0 and True are equal.
+    if kind is tuple or kind is list:
+        return (kind, *[describe(item, other) for item in value])
+    if isinstance(value, Tensor):
+        return form_of(value), value.requires_grad, kind
+    return other(value)
+
+
+_PLAIN = (int, float, str, bool, type(None), complex)
+
+
+def _describe_argument(value: Any) -> Any:
+    return describe(value, lambda other: other)  # Of operations, the rest is hashable: dtypes, devices, layouts.
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an operation, which are nested lists at most."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _exchanged(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_exchanged(item, change) for item in value])
+    if isinstance(value, dict):
+        return {key: _exchanged(item, change) for key, item in value.items()}
+    return value
+
+
+def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
+    """Find what an operation does, on fake tensors.
+
+    Raises:
+        NoValues: it needs values.
+    """
+    mode = fake_tensor_mode()
+    given = [*_tensors((args, kwargs))]
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            shape, stride, dtype, device = form_of(tensor)
+            fakes[id(tensor)] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return fakes[id(tensor)]
+
+    try:
+        with mode:
+            own_args, own_kwargs = _exchanged(args, fake), _exchanged(kwargs, fake)
+            result = func(*own_args, **own_kwargs)
+    except Exception as error:
+        if "Dynamic" in type(error).__name__ or "DataDependent" in type(error).__name__:
+            shapes = [tuple(tensor.shape) for tensor in given if isinstance(tensor, StandIn)]
+            raise NoValues(
+                f"'{func}' needs the values of tensors of shapes {shapes}, which another process has"
+            ) from None
+        raise
+    for tensor in given:
+        if form_of(fakes[id(tensor)])[:2] != form_of(tensor)[:2]:
+            raise NoValues(f"'{func}' changes the shape of a tensor that another process has")
+    numbers = {id(fakes[id(tensor)]): k for k, tensor in reversed([*enumerate(given)])}
+    has_arguments = any([id(tensor) in numbers for tensor in _tensors(result)])
+    of_given = {id(tensor): k for k, tensor in reversed([*enumerate(given)])}
+    changed = [of_given[id(tensor)] for tensor in _tensors(written(func, args, kwargs))]
+
+    def formed(tensor: Tensor) -> Any:
+        number = numbers.get(id(tensor))
+        return form_of(tensor) if number is None else _Argument(number)
+
+    return _Effect(_exchanged(result, formed), changed, has_arguments)
