@@ -162,7 +162,8 @@ class MiniBatch:
     def run_columns_forward(self) -> None:
         """Run all forward actions, in this thread: all micro-batches of a column before the next column."""
         try:
-            self._executor().run_in_this_thread([Action("F", i, j) for j in range(self._n) for i in range(self._m)])
+            own = filter(self.columns.is_mine, range(self._n))
+            self._executor().run_in_this_thread([Action("F", i, j) for j in own for i in range(self._m)])
         finally:
             self._drop()
 
@@ -171,7 +172,7 @@ class MiniBatch:
         with self.aliases.installed():
             executor = self._executor()
             kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
-            for j in reversed(range(self._n)):
+            for j in filter(self.columns.is_mine, reversed(range(self._n))):
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
         self._verified()

@@ -22,6 +22,7 @@ from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door, visiting
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch
+from torchgpipe.frames.joint_run import JointRun
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
@@ -337,7 +338,9 @@ class Pipeline:
             self._doors = [
                 (weakref.ref(named[name]), name, column) for name, column in settings.doors.items() if name in named
             ]
-            users = None if self.together is None else self.together.users(module)
+            users = None
+            if self.together is not None:
+                users = self.together.find_users(module)
             self._slots = [
                 (weakref.ref(child), name, column) for child, name, column in own_slots(module, settings, users)
             ]
@@ -557,38 +560,42 @@ class Pipeline:
             return self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
-        with self.in_one_piece(backward=False) as aliases:
+        with self.in_one_piece(backward=False) as (aliases, _):
             output = self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
             aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
             return output
 
     @contextmanager
-    def in_one_piece(self, *, backward: bool, moved: Callable[[int], None] = lambda _: None) -> Iterator[Aliases]:
-        """Let the model run in this thread, from device to device, in a ``with`` block.
+    def in_one_piece(
+        self, *, backward: bool, moved: Callable[[int], None] = lambda _: None
+    ) -> Iterator[tuple[Aliases, InOnePiece]]:
+        """Let the model run in this thread, from device to device, in a ``with`` block, and provide who visits it.
 
         Args:
             backward: whether gradients are wanted, which go to the aliases
             moved: is called with the column of each module of the spine
         """
-        visitor = InOnePiece(self.settings.devices, self.streams, self.identity, moved)
-        with (
-            self.aliased(backward=backward, alone=True) as aliases,
-            visiting(visitor),
-            visitor if self._copies() else nullcontext(),
-            on_demand(aliases, self._computing()),
-        ):
-            try:
-                yield aliases
-            except BaseException as error:
-                explain_compiler(error)
-                raise
+        told = self.settings.devices, self.streams, self.identity, moved
+        with self.aliased(backward=backward, alone=True) as aliases:
+            visitor = (
+                InOnePiece(*told) if self.together is None else JointRun(self.module, self.together, aliases, *told)
+            )
+            is_mode = self._copies() or self.together is not None
+            with visiting(visitor), visitor if is_mode else nullcontext(), on_demand(aliases, self._computing()):
+                try:
+                    yield aliases, visitor
+                except BaseException as error:
+                    explain_compiler(error)
+                    raise
 
     def mini_batch_for_proof(
-        self, batch: SplitBatch, finish: Finish, aliases: Aliases, patience: float, *, backward: bool = True
+        self, batch: SplitBatch, finish: Finish, aliases: Aliases, patience: float | None, *, backward: bool = True
     ) -> MiniBatch:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), self.settings.places)
         numbers = NumbersOfProof()
+        if self.together is not None:  # A micro-batch waits for other processes, too.
+            patience = None
         batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(
             batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience

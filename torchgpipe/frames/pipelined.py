@@ -270,7 +270,6 @@ def _pipelined(
     verify_links(settings.devices, 3)
     if processes is not None:
         keep_own(module, settings, processes)
-        verify = False
     move(module, settings)
     runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):

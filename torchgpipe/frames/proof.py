@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
@@ -33,6 +33,7 @@ from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
 from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.untouched import Buffers, in_mode
 from torchgpipe.model.values import each, mapped
+from torchgpipe.processes.processes import Processes
 from torchgpipe.proof.proof import Number, PlainFails, PlainRun, take_fingerprints
 from torchgpipe.schedule.programs import SPLITTING
 
@@ -85,9 +86,22 @@ class FramesProof(PlainSide):
         """See `Proof.run`."""
         with without_compiler(self._module):
             super().run()
-            if self.comparison.is_equal:
+            if self.is_equal():
                 self._find_rules_of_items()
+        if self._settings.processes is not None:
+            self._take_rows(self._settings.processes)
         return self.comparison
+
+    def _take_rows(self, processes: Processes) -> None:
+        """Take the rows of all processes, each of which has compared its own gradients and buffers."""
+        told = processes.gather((self.comparison.rows, self.comparison.skipped), "the end of the proof")
+        rows: dict[str, Compared] = {}
+        for row in chain(*[rows_of_one for rows_of_one, _ in told]):
+            if row.name not in rows or row.fault:
+                rows[row.name] = row
+        self.comparison.rows = [*rows.values()]
+        for reason in chain(*[skipped for _, skipped in told]):
+            self.skip(reason)
 
     def find_rules(self) -> bool:
         """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
@@ -198,7 +212,7 @@ class FramesProof(PlainSide):
 
     def confirm_rules(self, batch: SplitBatch) -> None:
         """Compare the values of numbers of another mini-batch by the rules that are known."""
-        if any(self._settings.study.rules.values()) and self.comparison.is_equal:
+        if any(self._settings.study.rules.values()) and self.is_equal():
             with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
                 self.comparison.rows += self._compare_numbers(batch)
 
@@ -222,28 +236,45 @@ class FramesProof(PlainSide):
             verify_known(apart.outputs[0])
         outputs: dict[int, Any] = {}
         loss = self._loss = self._loss_of(self._batch)
+        together = pipeline.together
+        has_last = together is None or together.processes.is_mine(len(self._devices) - 1)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
             assert export is not None
+            if not has_last:
+                return
             for tensor, grad in self.roots(i, output):
                 export(tensor).add(grad)
             outputs[i] = mapped(output, Tensor.detach)
 
-        with self._untouched(), pipeline.aliased(backward=True, watches=True) as aliases:
+        with (
+            self._untouched(),
+            pipeline.aliased(backward=True, watches=True) as aliases,
+            nullcontext() if together is None else together.processes.at_step(),
+        ):
             buffers = Buffers(self._module)
             mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
             with self._refusing():
                 mini_batch.run_columns_forward()
+            if together is not None:
+                together.end(mini_batch, None)
             where = f"when it leaves {settings.labels[-1]}; {_advise(self._module)}"
-            self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
-            if loss is not None and apart.loss is not None:
+            if has_last:
+                self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
+            if loss is not None and apart.loss is not None and has_last:
                 fault = "the loss of the pipeline is not that of the plain model"
                 self.comparison.add("loss", apart.loss, self.sum_losses(), fault, tolerance=self.comparison.tight)
             forward = buffers.changed()
-            if self.comparison.is_equal and apart.gradients is not None:
+            if self.is_equal() and apart.gradients is not None:
                 gradients = _ColumnGradients(aliases, self._names)
+                # Gradients of shared parameters are added up over processes first.
+                after = gradients.take_column if together is None else lambda j: None
                 with self._refusing():
-                    mini_batch.run_columns_backward(gradients.take_column, split=settings.schedule in SPLITTING)
+                    mini_batch.run_columns_backward(after, split=settings.schedule in SPLITTING)
+                if together is not None:
+                    together.add_gradients(mini_batch)
+                    for j in range(len(self._devices)):
+                        gradients.take_column(j)
                 taken = gradients.take()
                 taken |= {name: (0, ours) for name, ours in take_fingerprints(self._outside.take()).items()}
                 faults = [(name, ours, self._describe_gradient(j, name)) for name, (j, ours) in taken.items()]
@@ -255,7 +286,10 @@ class FramesProof(PlainSide):
         ours: dict[int, Any] = {}
         pipeline = self._pipeline
         try:
-            with pipeline.aliased(backward=False) as aliases:
+            with (
+                pipeline.aliased(backward=False) as aliases,
+                nullcontext() if pipeline.together is None else pipeline.together.processes.at_step(),
+            ):
                 pipeline.mini_batch_for_proof(
                     self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
                 ).run_forward_half()
@@ -265,6 +299,8 @@ class FramesProof(PlainSide):
             if not (_is_ours(error) or is_of_compiler(error)):
                 raise self._describe_failure(error) from error
             self.skip(f"evaluation, which the pipeline refuses ({error})")
+            return
+        if pipeline.together is not None and not pipeline.together.processes.is_mine(len(self._devices) - 1):
             return
         where = f"in evaluation, with a thread for each device; {_advise(self._module)}"
         self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)

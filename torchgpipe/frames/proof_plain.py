@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from torchgpipe.devices.generators import state_of
 from torchgpipe.frames.inputs import Arguments, SplitBatch
+from torchgpipe.frames.joint_run import JointRun
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
-from torchgpipe.frames.visitors import unobserved
+from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import cotangent
 from torchgpipe.model.given import GIVE_THEM
@@ -28,13 +29,16 @@ __all__ = ["PlainSide"]
 class _AliasedGradients(Take):
     """The aliases of a run, by the names of their parameters."""
 
-    def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, aliases: Aliases, visitor: InOnePiece, names: Mapping[Tensor, str]) -> None:
         self.aliases, self._names = aliases, names
+        self._joint = visitor if isinstance(visitor, JointRun) else None
 
     def own(self) -> list[Tensor]:
-        return self.aliases.all()
+        return self.aliases.all() if self._joint is None else self._joint.own()
 
     def take(self) -> Iterator[tuple[str, Tensor | None]]:
+        if self._joint is not None:
+            self._joint.add_shared()
         return zip([self._names[parameter] for parameter in self.aliases.trained], self.aliases.take())
 
 
@@ -73,11 +77,14 @@ class PlainSide(Proof, ABC):
 
     @contextmanager
     def running_plain(self) -> Iterator[Take]:
-        with self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as aliases:
+        with self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as (aliases, visitor):
             self._aliases, self._random = aliases, NumbersOfProof()
+            stand_ins = _AliasedGradients(aliases, visitor, self._names)
+            if isinstance(visitor, JointRun):
+                visitor.note = lambda roots: self._outside.note(roots, stand_ins.own())
             self._loss = self._loss_of(self._batch)
             self._drawn_before = self._states_of_layers()
-            yield _AliasedGradients(aliases, self._names)
+            yield stand_ins
 
     @contextmanager
     def draw_as(self, i: int) -> Iterator[None]:
@@ -99,7 +106,11 @@ class PlainSide(Proof, ABC):
     def draws(self) -> bool:
         assert self._random is not None
         of_layers = self._states_of_layers() != self._drawn_before
-        return any(self._random.drawn) or self._random.draws_in_python or of_layers
+        return self.agreed(any(self._random.drawn) or self._random.draws_in_python or of_layers, any)
+
+    def agreed(self, value: bool, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
+        processes = self._settings.processes
+        return value if processes is None else combine(processes.gather(value, "the proof"))
 
     def _states_of_layers(self) -> list[bytes]:
         """Return the states of generators that layers have of their own."""

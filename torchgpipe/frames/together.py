@@ -32,24 +32,26 @@ class Together:
         settings: the settings of the model
 
     Attributes:
+        processes, settings: see above
+        users: the columns that use each parameter
         doors: the modules of other processes
     """
 
     def __init__(self, processes: Processes, settings: Settings) -> None:
-        self.processes, self._settings = processes, settings
+        self.processes, self.settings = processes, settings
         self.doors = RemoteDoors(processes, settings)
-        self._users: dict[Tensor, frozenset[int]] = {}
+        self.users: dict[Tensor, frozenset[int]] = {}
         #: What `_described` says of a mini-batch, as a number that is the same in all processes.
         self._checksums: dict[Any, int] = {}
 
-    def users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
-        """Return the columns that use each parameter."""
-        self._users = users_of(module, self._settings)
-        return self._users
+    def find_users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
+        """Note and return the columns that use each parameter of a model, which may have got others."""
+        self.users = users_of(module, self.settings)
+        return self.users
 
     def for_columns(self) -> dict[str, Any]:
         """Return what columns know of other processes."""
-        return {"processes": self.processes, "remote_doors": self.doors, "users": self._users}
+        return {"processes": self.processes, "remote_doors": self.doors, "users": self.users}
 
     def begin(self, module: nn.Module, batch: SplitBatch, numbers: RandomNumbers, modes: Any, kind: str) -> None:
         """Agree with the other processes on a mini-batch.
@@ -64,8 +66,8 @@ class Together:
         Raises:
             RuntimeError: the others have prepared another one.
         """
-        trained = tuple([parameter.requires_grad for parameter in self._users])
-        for parameter in self._users:
+        trained = tuple([parameter.requires_grad for parameter in self.users])
+        for parameter in self.users:
             if parameter.requires_grad and not parameter.is_leaf:
                 raise ValueError("a parameter that is computed from others cannot be shared by processes")
         parts = batch.given or [batch.arguments]
@@ -87,7 +89,7 @@ class Together:
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:
         """Add up the gradients of parameters that several processes have."""
-        add_shared(self._users, mini_batch.aliases, self.processes)
+        add_shared(self.users, mini_batch.aliases, self.processes)
 
     def end(self, mini_batch: MiniBatch, told: Any) -> list[Any]:
         """Tell the others how a mini-batch went, and return what each has told.
@@ -113,10 +115,10 @@ class Together:
     def heard(self, told: tuple[Abstract, Sequence[Tensor | None]]) -> Any:
         """Return a value that another process has told, with stand-ins for tensors that it has not."""
         forms, values = told
-        last = len(self._settings.devices) - 1
+        last = len(self.settings.devices) - 1
         tensors = iter(values)
         return mapped(
-            forms.made((), last, self._settings.devices[last]),
+            forms.made((), last, self.settings.devices[last]),
             lambda stand_in: stand_in if (value := next(tensors)) is None else value.to(stand_in.device),
         )
 

@@ -88,18 +88,26 @@ class InOnePiece(TorchFunctionMode):
         """Return ``value`` on the device where the run is."""
         return mapped(value, self._copied)
 
+    def move_to(self, column: int) -> torch.device:
+        """Let the run be where a column is from now on, and return the device."""
+        self._moved(column)
+        device = self._devices[column]
+        self._change = copier(self._streams, device, self._devices)
+        return device
+
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module with its device current, which kernels of the user's may need."""
-        self._moved(door.column)
-        device = self._devices[door.column]
-        self._change = copier(self._streams, device, self._devices)
-        with self._streams.current(device).use():
+        with self._streams.current(self.move_to(door.column)).use():
             return door.call_exchanged(args, kwargs, self._copied)
+
+    def _with_values(self, tensor: Tensor) -> Tensor:
+        """Return what stands for a tensor of the model's where the run is; here each has its values."""
+        return tensor
 
     def _copied(self, tensor: Tensor) -> Tensor:
         self._is_off = True  # Asked for its device, a tensor would tell where it is needed.
         try:
-            return self._change(tensor)
+            return self._change(self._with_values(tensor))
         finally:
             self._is_off = False
 
@@ -113,5 +121,9 @@ class InOnePiece(TorchFunctionMode):
         changed = kwargs["out"] if "out" in kwargs else args[:1] if changes_in_place(func) else ()
         devices = [self._streams.device_of(tensor) for _, tensor in each(changed)]
         place = next((device for device in devices if device is not None and device in self._devices), None)
-        change = self._change if place is None else copier(self._streams, place, self._devices)
+        to_place = self._change if place is None else copier(self._streams, place, self._devices)
+
+        def change(tensor: Tensor) -> Tensor:
+            return to_place(self._with_values(tensor))
+
         return func(*mapped(args, change), **mapped(kwargs, change))

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.devices.torch_internals import can_move_data, storage_key
 from torchgpipe.model.comparison import difference_of
 from torchgpipe.model.values import each
+from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.replay.random import restored_generators
 
 __all__ = [
@@ -124,7 +125,7 @@ class Buffers:
             (module_name, child, name, buffer, None if buffer is None else buffer.detach().clone())
             for module_name, child in module.named_modules()
             for name, buffer in child._buffers.items()
-            if buffer is None or not buffer.is_meta
+            if buffer is None or not (buffer.is_meta or isinstance(buffer, StandIn))
         ]
 
     def changed(self) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import default_store
 from torchgpipe.processes.messages import Messages
+from torchgpipe.processes.stand_in import form_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -184,6 +185,20 @@ class Processes:
             dist.broadcast(on_host, group=self._control, group_src=source)
             if self.rank != source:
                 tensor.detach().copy_(on_host)
+
+    def tell_all(self, value: Any, source: int) -> Any:
+        """Return what ``source`` tells; it can be pickled."""
+        told = [value]
+        with self.exchanging("what a module returns", [source]):
+            dist.broadcast_object_list(told, group=self._control, group_src=source)
+        return told[0]
+
+    def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
+        """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere."""
+        form = form_of(tensor)
+        own = tensor.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        self.broadcast(own, source, what)
+        return own
 
     def add_replicas(self, tensor: Tensor, what: str) -> None:
         """Add to ``tensor`` its values in all other replicas."""

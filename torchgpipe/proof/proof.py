@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -198,6 +198,14 @@ class Proof(ABC):
     def draws(self) -> bool:
         """Return whether the plain model has drawn random numbers in the present run."""
 
+    def agreed(self, value: bool, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
+        """Return what all processes that take part make of ``value``: whether it holds in all of them, or in any."""
+        return value
+
+    def is_equal(self) -> bool:
+        """Return whether nothing is wrong so far."""
+        return self.agreed(self.comparison.is_equal)
+
     def surround(self, count: int) -> AbstractContextManager[object]:
         """Surround the run of so many micro-batches."""
         return nullcontext()
@@ -220,14 +228,14 @@ class Proof(ABC):
             norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             self._draws |= bool(generators_in(self._module.modules()))
-            couples = self._draws or bool(apart.buffers or norms)
+            couples = self._draws or self.agreed(bool(apart.buffers or norms), any)
             evaluated = None if training else apart.outputs
-            if len(self._sizes) > 1 and self.comparison.is_equal:
+            if len(self._sizes) > 1 and self.is_equal():
                 if self._has_rows and not (training and couples):
                     self._compare_rows(training)
-                if training and self.comparison.is_equal:
+                if training and self.is_equal():
                     evaluated = self._evaluated(apart, couples)
-            if self.comparison.is_equal:
+            if self.is_equal():
                 # Before, as the outputs take memory; what differs in training is told first.
                 later = [] if evaluated is None or not training else self._rows_of_evaluation(evaluated)
                 del evaluated
@@ -387,6 +395,9 @@ class Proof(ABC):
 
     def fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
+        return self.agreed(self._fits(together, apart, shares))
+
+    def _fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         loose = self.comparison.loose
         # A mean over no labels is nan.
         apart, shares = (
@@ -433,7 +444,7 @@ class Proof(ABC):
             if row.fault:
                 doubtful.append((len(rows), name, ours, fault))
             rows.append(row)
-        if not doubtful:
+        if not self.agreed(bool(doubtful), any):
             return
         noise = self._noise(expected)
         for k, name, ours, fault in doubtful:

@@ -1,0 +1,234 @@
+"""The plain model over several processes, for a proof: no micro-batch is under way beside another, and nothing is cut.
+
+All processes run the model's own forward in step. The owner of a module runs it and tells the others what it has
+returned, so all operations between the modules compute with values, everywhere. In the graph, a call of a module is a
+node in all processes, whose backward runs in the owner, which tells the others the gradients of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchgpipe.devices.generators import generators_of, go_on_from, state_of
+from torchgpipe.devices.torch_internals import keeps_graph
+from torchgpipe.devices.typing import Leaf
+from torchgpipe.frames.door import Door
+from torchgpipe.frames.settings import find_door, iterate_tensors
+from torchgpipe.frames.together import Together
+from torchgpipe.frames.visitors import InOnePiece, unobserved
+from torchgpipe.frames.weights import add_shared
+from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.graph.function import Function
+from torchgpipe.graph.phony import get_phony
+from torchgpipe.model.untouched import python_random_states, set_python_random_states
+from torchgpipe.model.values import Exchanged, each, mapped
+from torchgpipe.processes.processes import Processes
+
+__all__ = ["JointRun"]
+
+#: Takes the roots of a graph before it is differentiated.
+Note = Callable[[Sequence[Tensor]], None]
+
+
+class JointRun(InOnePiece):
+    """The visitor of a run in one piece in all processes; see `InOnePiece`.
+
+    Args:
+        module: the model
+        together: what the processes do together
+        aliases: the aliases of the parameters of this process
+        *args: as for `InOnePiece`
+
+    Attributes:
+        note: is told of each graph of a module before it is differentiated; a proof looks for leaves outside
+    """
+
+    def __init__(self, module: nn.Module, together: Together, aliases: Aliases, *args: Any) -> None:
+        super().__init__(*args)
+        self.note: Note = lambda roots: None
+        self._together, self._aliases, self._users = together, aliases, together.users
+        self._processes = together.processes
+        settings = together.settings
+        #: The columns of buffers within modules of the spine, by their ids.
+        self._buffers = {
+            id(tensor): settings.column_of(full)
+            for full, child, name, tensor in iterate_tensors(module)
+            if name in child._buffers and find_door(full, settings.doors) is not None
+        }
+        #: What stands for parameters that another process takes the gradients of.
+        self.dummies: dict[Tensor, Tensor] = {}
+
+    def own(self) -> list[Tensor]:
+        """Return the leaves that stand for parameters."""
+        return [*self._aliases.all(), *self.dummies.values()]
+
+    def add_shared(self) -> None:
+        """Add up the gradients of parameters that several processes have."""
+        for dummy in self.dummies.values():
+            dummy.grad = None
+        add_shared(self._users, self._aliases, self._processes)
+
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
+        outer, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = outer
+
+    def _with_values(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the model's with its values: of a parameter, one process takes the gradients."""
+        processes, column = self._processes, self._buffers.get(id(tensor))
+        if column is not None:
+            return processes.shared(tensor, processes.owners[column], "a buffer")
+        parameter = self._aliases.parameter_of(tensor)
+        users = self._users.get(parameter) if tensor.grad_fn is None else None
+        if users is None:
+            return tensor
+        first = min(users)
+        if len({processes.owners[c] for c in users}) < processes.size and parameter not in self.dummies:
+            values = processes.shared(parameter, processes.owners[first], "a parameter")
+            self.dummies[parameter] = values.requires_grad_(parameter.requires_grad)
+        if processes.is_mine(first):
+            alias = self._aliases.at(tensor, first)
+            return tensor if alias is None else alias
+        if parameter not in self.dummies:
+            self.dummies[parameter] = parameter.detach().requires_grad_(parameter.requires_grad)
+        return self.dummies[parameter]
+
+    def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Run a module in the process of its column, and return what it returns, in all processes."""
+        self.move_to(door.column)
+        processes, j = self._processes, door.column
+        with unobserved():
+            exchanged = Exchanged(args, kwargs, self._copied)
+        args, kwargs = exchanged.args, exchanged.kwargs
+        given = {id(tensor): tensor for _, tensor in each((args, kwargs))}
+        device, owner = self._devices[j], processes.owners[j]
+        call = _Call(processes, owner, lambda roots: self.note(roots))
+        with self._switched_off(), unobserved():
+            if owner == processes.rank:
+                output = call.run(door, args, kwargs, given, device)
+            else:
+                output = call.hear(self._together.doors.call(door, args, kwargs, j), given, device)
+            exchanged.hand_over()
+            return call.in_graph(output, [tensor for tensor in given.values() if tensor.requires_grad], given)
+
+
+class _Call:
+    """A call of a module in all processes.
+
+    Args:
+        processes: the processes
+        owner: the rank of the process that has the module
+        note: is told of the graph before it is differentiated
+    """
+
+    def __init__(self, processes: Processes, owner: int, note: Note) -> None:
+        self._processes, self._owner, self._note = processes, owner, note
+        #: In the owner, the arguments that require grad, by the ids of those given.
+        self._leaves: dict[int, Tensor] = {}
+        self._outputs: list[Tensor] = []
+
+    def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> Any:
+        """Run the module, tell the others, and return its output, without what is among its arguments."""
+
+        def enter(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in self._leaves:
+                self._leaves[id(tensor)] = tensor.detach().requires_grad_()
+            leaf = self._leaves[id(tensor)]
+            if id(tensor) not in entered:
+                entered[id(tensor)] = leaf.clone()  # Which the module may change.
+            return entered[id(tensor)]
+
+        entered: dict[int, Tensor] = {}
+        own_args, own_kwargs = mapped((args, kwargs), enter, objects=True)
+        try:
+            output = door.call_module(own_args, own_kwargs)
+        except Exception as error:
+            self._processes.tell_all(f"{type(error).__name__}: {error}", self._owner)
+            raise
+        back = {id(tensor): given[key] for key, tensor in entered.items()}
+        output = mapped(output, lambda tensor: back.get(id(tensor), tensor))
+        values = [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(output)]
+        states = [state_of(generator) for generator in generators_of(device)]
+        self._processes.tell_all((values, states, python_random_states()), self._owner)
+        return output
+
+    def hear(self, output: Any, given: dict[int, Tensor], device: torch.device) -> Any:
+        """Return the output with the values that the owner tells.
+
+        Raises:
+            RuntimeError: the module has failed there.
+        """
+        told = self._processes.tell_all(None, self._owner)
+        if isinstance(told, str):
+            raise RuntimeError(f"in the process of rank {self._owner}: {told}")
+        values, states, of_python = told
+        for generator, state in zip(generators_of(device), states):
+            go_on_from(generator, state)
+        set_python_random_states(of_python)
+        filled = {
+            id(stand_in): value.to(device).requires_grad_(stand_in.requires_grad)
+            for (_, stand_in), value in zip(each(output), values, strict=True)
+            if value is not None
+        }
+        return mapped(output, lambda tensor: filled.get(id(tensor), tensor))
+
+    def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
+        """Return the output with a node of autograd for the call."""
+        outputs = {id(tensor): tensor for _, tensor in each(output) if tensor.requires_grad and id(tensor) not in given}
+        if not outputs or not torch.is_grad_enabled():
+            return output
+        self._outputs = [*outputs.values()]
+        phony = get_phony(self._outputs[0].device).requires_grad_()
+        joined = _Joint.apply(self, len(outputs), phony, *[one.detach() for one in self._outputs], *inputs)
+        by_id = dict(zip(outputs, joined))
+        if self._owner != self._processes.rank:
+            self._outputs = []
+        return mapped(output, lambda tensor: by_id.get(id(tensor), tensor))
+
+    def differentiate(self, grads: Sequence[Leaf]) -> Sequence[Leaf]:
+        """Differentiate the module in its process, and return the gradients of its arguments."""
+        if self._owner != self._processes.rank:
+            told = self._processes.tell_all(None, self._owner)
+            if isinstance(told, str):
+                raise RuntimeError(f"in the process of rank {self._owner}: {told}")
+            return told  # type: ignore[no-any-return]
+        try:
+            pairs = [(one, grad) for one, grad in zip(self._outputs, grads) if grad is not None]
+            if pairs:
+                self._note([one for one, _ in pairs])
+                torch.autograd.backward(
+                    [one for one, _ in pairs], [grad for _, grad in pairs], retain_graph=keeps_graph()
+                )
+        except Exception as error:
+            self._processes.tell_all(f"{type(error).__name__}: {error}", self._owner)
+            raise
+        own: list[Leaf] = [leaf.grad for leaf in self._leaves.values()]
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        self._processes.tell_all([None if grad is None else grad.cpu() for grad in own], self._owner)
+        return own
+
+
+class _Joint(Function):
+    """Forward: the outputs of a module. Backward: see `_Call.differentiate`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, count: int, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.count = call, count
+        return tuple([tensor.detach() for tensor in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Leaf) -> tuple[Leaf, ...]:
+        own = ctx.call.differentiate(grads)
+        return (None, None, None, *[None] * ctx.count, *own)
