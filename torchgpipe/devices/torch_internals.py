@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -80,6 +81,7 @@ __all__ = [
     "sequence_number",
     "shares_memory",
     "storage_key",
+    "timeout_of",
     "transforms_are_active",
     "uses_cuda_graphs",
     "versions",
@@ -580,6 +582,17 @@ def default_store() -> Any:
     passes could take its place.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long the processes of a group wait for each other.
+
+    Groups that a pipeline makes of the same processes wait as long. Since 2.6. Without it, the caller would have to
+    give the timeout of the process group again.
+    """
+    backend = next(iter([group._get_backend(device) for device in group._device_types]))
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def fake_tensor_mode() -> Any:

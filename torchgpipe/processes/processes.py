@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import default_store
+from torchgpipe.devices.torch_internals import default_store, timeout_of
 from torchgpipe.processes.messages import Messages
 from torchgpipe.processes.stand_in import form_of
 
@@ -35,7 +36,7 @@ class Processes:
 
     Args:
         mesh: (stages,) or (replicas, stages)
-        timeout: how long a process waits for another; None for the default of PyTorch
+        timeout: how long a process waits for another; None for the timeout of the mesh
 
     Attributes:
         rank: the rank of this process in the pipeline
@@ -53,12 +54,14 @@ class Processes:
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has {mesh.ndim}")
         self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        timeout = timeout or timeout_of(mesh.get_group(mesh.ndim - 1))
         ranks: list[list[int]] = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
         make: Any = dist.new_subgroups_by_enumeration
         # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
         self._control = make(ranks, timeout=timeout, backend="gloo")[0]
         tensors = make(ranks, timeout=timeout)[0] if "nccl" in dist.get_backend() else self._control
         self._closed, self._phase = False, ""
+        self._timeout = timeout
         self.rank, self.size = dist.get_rank(self._control), dist.get_world_size(self._control)
         self.messages = Messages(tensors, self._control)
         self._tensors = tensors
@@ -212,7 +215,14 @@ class Processes:
 
     def look_up(self, key: str, what: str) -> bytes:
         """Return a value that another process publishes, and wait for it."""
+        begin = time.monotonic()
         with self.exchanging(what):
+            while not self._store.check([f"{self._prefix}/{key}"]):
+                if self._failures():
+                    raise RuntimeError("it has failed")
+                if time.monotonic() - begin > self._timeout.total_seconds():
+                    raise RuntimeError(f"nothing came within {self._timeout}")
+                time.sleep(0.001)
             value: bytes = self._store.get(f"{self._prefix}/{key}")
             return value
 
@@ -227,7 +237,7 @@ class Processes:
         self._phase = "prepares"
         try:
             yield
-            self.messages.flush()
+            self._flush()
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}")
             if self._phase == "prepares":
@@ -242,11 +252,15 @@ class Processes:
         self._phase = "runs"
         try:
             yield
-            self.messages.flush()
+            self._flush()
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}, in backward")
             self._close(error)
             raise
+
+    def _flush(self) -> None:
+        with self.exchanging("room for what it has sent"):
+            self.messages.flush()
 
     def _close(self, error: BaseException) -> None:
         self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
@@ -270,16 +284,23 @@ class Processes:
             self._lost(error, what, self.others if peers is None else peers)
 
     def _lost(self, error: Exception, what: str, peers: Sequence[int]) -> NoReturn:
-        said = [
-            f"rank {self._ranks([rank])} has failed with {self._store.get(key).decode()}"
-            for rank in self.others
-            if self._store.check([key := f"{self._prefix}/failed/{rank}"])
-        ]
+        why = "; ".join(self._failures()) or error
         raise RuntimeError(
-            f"{self.place} has waited in step {self.step} for {what} from rank {self._ranks(peers)}, in vain: "
-            f"{'; '.join(said) or error}; read the error of that process, and start all of them again from the last "
+            f"{self.place} has waited in step {self.step} for {what} from rank {self._ranks(peers)}, in vain: {why}; "
+            f"read the error of that process, and start all of them again from the last "
             "checkpoint"
         ) from error
+
+    def _failures(self) -> list[str]:
+        """Return what other processes say of their failures."""
+        try:
+            return [
+                f"rank {self._ranks([rank])} has failed with {self._store.get(key).decode()}"
+                for rank in self.others
+                if self._store.check([key := f"{self._prefix}/failed/{rank}"])
+            ]
+        except RuntimeError:  # The store was in a process that has ended.
+            return []
 
     def _ranks(self, ranks: Sequence[int]) -> str:
         """Return ranks of the pipeline as those of all processes, as text."""
