@@ -102,6 +102,11 @@ class Columns(list[Column]):
         assert self._numbers is not None
         return self._numbers.replicated(i, torch.device("cpu"))
 
+    def states_of_numbers(self, j: int) -> dict[bool, Tensor]:
+        """Return the states of the generators that follow the micro-batch which runs in column ``j``."""
+        assert self._numbers is not None
+        return self._numbers.states_now(self.devices[j])
+
     def stand_ins(self, told: Abstract, column: int) -> Any:
         """Return a value that was told by the process of ``column``, with stand-ins for tensors."""
         return told.made((), column, self.devices[column])

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torchgpipe.devices.generators import generators_of, go_on_from, state_of
 from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
+from torchgpipe.frames.remote_doors import RemoteDoors
 from torchgpipe.frames.settings import find_door, iterate_tensors
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
@@ -115,7 +117,7 @@ class JointRun(InOnePiece):
             if owner == processes.rank:
                 output = call.run(door, args, kwargs, given, device)
             else:
-                output = call.hear(self._together.doors.call(door, args, kwargs, j), given, device)
+                output = call.hear(self._together.doors, door, args, kwargs, given, device)
             exchanged.hand_over()
             return call.in_graph(output, [tensor for tensor in given.values() if tensor.requires_grad], given)
 
@@ -159,10 +161,13 @@ class _Call:
         output = mapped(output, lambda tensor: back.get(id(tensor), tensor))
         values = [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(output)]
         states = [state_of(generator) for generator in generators_of(device)]
-        self._processes.tell_all((values, states, python_random_states()), self._owner)
+        forms = abstracted(output, [*given.values()])
+        self._processes.tell_all((values, forms, states, python_random_states()), self._owner)
         return output
 
-    def hear(self, output: Any, given: dict[int, Tensor], device: torch.device) -> Any:
+    def hear(
+        self, doors: RemoteDoors, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
+    ) -> Any:
         """Return the output with the values that the owner tells.
 
         Raises:
@@ -171,12 +176,16 @@ class _Call:
         told = self._processes.tell_all(None, self._owner)
         if isinstance(told, str):
             raise RuntimeError(f"in the process of rank {self._owner}: {told}")
-        values, states, of_python = told
+        values, forms, states, of_python = told
+        try:
+            output = doors.run(door, args, kwargs)  # Which does to containers what the module does.
+        except Exception:
+            output = forms.made([*given.values()], door.column, device)
         for generator, state in zip(generators_of(device), states):
             go_on_from(generator, state)
         set_python_random_states(of_python)
         filled = {
-            id(stand_in): value.to(device).requires_grad_(stand_in.requires_grad)
+            id(stand_in): value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
             for (_, stand_in), value in zip(each(output), values, strict=True)
             if value is not None
         }
@@ -226,9 +235,13 @@ class _Joint(Function):
     def forward(ctx: Any, call: _Call, count: int, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.count = call, count
+        ctx.places = [tensor.device for tensor in tensors[count:]]
         return tuple([tensor.detach() for tensor in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *grads: Leaf) -> tuple[Leaf, ...]:
-        own = ctx.call.differentiate(grads)
+        own = [
+            None if grad is None else grad.to(place)
+            for grad, place in zip(ctx.call.differentiate(grads), ctx.places, strict=True)
+        ]
         return (None, None, None, *[None] * ctx.count, *own)

@@ -263,10 +263,13 @@ class MiniBatch:
 
     @contextmanager
     def _numbers_passed_on(self, i: int, j: int) -> Iterator[None]:
-        """Take over the states of generators that another process has left, and leave them to the next one."""
-        columns, numbers = self.columns, self.random_numbers
+        """Take over the states of generators that another process has left, and leave them to the next one.
+
+        A frame leaves them when it leaves the column: it may have to wait for the next one further on.
+        """
+        columns, numbers, frame = self.columns, self.random_numbers, self._frames[i]
         processes = columns.processes
-        if processes is None or not numbers.following(columns.devices[j]):
+        if processes is None or not isinstance(frame, RemoteFrame) or not numbers.following(columns.devices[j]):
             yield
             return
         if j and not columns.is_mine(j - 1):
@@ -274,8 +277,7 @@ class MiniBatch:
             with processes.exchanging(f"the random state of micro-batch {i}", [source]):
                 numbers.state(i).update(processes.messages.hear(source, tag_of(NUMBERS, i, j)))
         yield
-        if j + 1 < self._n and not columns.is_mine(j + 1):
-            processes.messages.tell(dict(numbers.state(i)), [processes.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+        frame.hand_on_numbers(j, numbers.state(i))
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i

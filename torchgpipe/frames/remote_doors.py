@@ -97,11 +97,8 @@ class RemoteDoors:
     def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> tuple[Abstract, bool]:
         """Return the forms that a module returns, and whether it always does, and does nothing else."""
         before, held = versions(given), _held((args, kwargs))
-        # A cache is filled where its values are.
-        own_args, own_kwargs = _with_own_caches(args), _with_own_caches(kwargs)
         try:
-            with torch.random.fork_rng(devices=[]):
-                output = plain_call(door.module)(*own_args, **own_kwargs)
+            output = self.run(door, args, kwargs)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
             found: Abstract = pickle.loads(self._processes.look_up(_word_of(key), what))
@@ -110,6 +107,14 @@ class RemoteDoors:
         if not forms.is_plain:
             forms = Abstract(output, forms.leaves, False)
         return forms, forms.is_plain and versions(given) == before and _held((args, kwargs)) == held
+
+    @staticmethod
+    def run(door: Door, args: Any, kwargs: Any) -> Any:
+        """Run a module of another process on stand-ins."""
+        # A cache is filled where its values are.
+        own_args, own_kwargs = _with_own_caches(args), _with_own_caches(kwargs)
+        with torch.random.fork_rng(devices=[]):
+            return plain_call(door.module)(*own_args, **own_kwargs)
 
 
 def _held(value: Any) -> list[int]:

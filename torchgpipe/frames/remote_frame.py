@@ -34,7 +34,7 @@ from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import StandIn, form_of
-from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
+from torchgpipe.processes.tags import NUMBERS, TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
 
@@ -210,10 +210,33 @@ class RemoteFrame(Frame):
     #: The last column that may run. What other processes have is passed by, before it and behind it.
     _granted = -1
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        #: The columns behind which states of generators were handed on.
+        self._handed_on: set[int] = set()
+
     def advance(self, j: int) -> None:
         """See `Frame.advance`."""
         self._granted = j
         super().advance(j)
+
+    def hand_on_numbers(self, j: int, states: dict[bool, Tensor]) -> None:
+        """Leave the states of generators behind column ``j`` to the process of the next one, unless that was done."""
+        columns = self._columns
+        if j in self._handed_on or j + 1 == len(columns) or columns.is_mine(j + 1):
+            return
+        self._handed_on.add(j)
+        assert columns.processes is not None
+        columns.processes.messages.tell(dict(states), [columns.processes.owners[j + 1]], tag_of(NUMBERS, self.i, j + 1))
+
+    def go_to(self, column: int, name: str) -> None:
+        """See `Frame.go_to`."""
+        here = self.imports.column
+        if column != here and self._columns.is_mine(here):
+            states = self._columns.states_of_numbers(here)
+            if states:
+                self.hand_on_numbers(here, states)
+        super().go_to(column, name)
 
     def _stops_before(self, column: int) -> bool:
         return self._columns.is_mine(column) and column > self._granted

@@ -240,7 +240,7 @@ class Processes:
             self._flush()
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}")
-            if self._phase == "prepares":
+            if self._phase == "prepares" and not self._closed:
                 self.agree(0, 0, 0.0, failed=True)
             elif self._phase == "runs":
                 self._close(error)

@@ -198,10 +198,13 @@ def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
     mode = fake_tensor_mode()
     given = [*_tensors((args, kwargs))]
     fakes: dict[int, Tensor] = {}
+    places = [form.device for form in map(form_of, given) if form.device.type != "cpu"]
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
             shape, stride, dtype, device = form_of(tensor)
+            if places and device.type == places[0].type:  # A column of another process has its tensors in one place.
+                device = places[0]
             fakes[id(tensor)] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return fakes[id(tensor)]
 
