@@ -96,6 +96,8 @@ class Cell:
 
     __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "sources", "span")
 
+    kind_of_export: type[Export] = Export
+
     def __init__(self, i: int, column: Column) -> None:
         self.i, self.column = i, column
         self._graph: CutGraph | None = None
@@ -121,9 +123,13 @@ class Cell:
         edge = get_gradient_edge(tensor)
         key = (id(edge.node), edge.output_nr)
         if key not in self._known:
-            self._known[key] = Export(edge, self.column.j)
+            self._known[key] = self.kind_of_export(edge, self.column.j)
             self.exports.append(self._known[key])
         return self._known[key]
+
+    def export_to(self, column: int, tensor: Tensor) -> Arrival:
+        """Return what the gradient of a tensor of this cell arrives at from another column."""
+        return self.export(tensor)
 
     def arrived(self) -> list[Leaf]:
         """Return the gradients that have arrived at the exports, and forget them."""

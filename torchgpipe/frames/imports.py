@@ -143,7 +143,7 @@ class Imports:
         """Return what stands in this column for a tensor with a graph, of another column of this process."""
         result, column = self._copied(tensor.detach(), home), self.column
         if records:
-            export = self._cells[home].export(tensor)
+            export = self._cells[home].export_to(column, tensor)
             result = self._cells[column].import_(result, (self._columns.route(home, column), export))
             if self.i == 0:
                 ends = self._columns.members[home][-1], self._columns.members[column][0]

@@ -9,14 +9,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from torchgpipe.cell.cell import Arrival, Cell, Export, Source
 from torchgpipe.cell.column import Column
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.graph.function import Edge
+from torchgpipe.offload.host_copies import Kept
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import Form
 from torchgpipe.processes.tags import GRADIENTS, tag_of
 
 __all__ = ["RemoteCell"]
+
+
+class RemoteExport(Export):
+    """See `Export`. Gradients are added from the last column down, as they arrive in one process.
+
+    Those of this process arrive first here, whatever their columns.
+    """
+
+    __slots__ = ("_by_column",)
+
+    def __init__(self, edge: Edge | None, column: int) -> None:
+        super().__init__(edge, column)
+        self._by_column: list[tuple[int, Kept]] = []
+
+    def add_from(self, column: int, grad: Kept) -> None:
+        """Take a gradient that arrives from a column."""
+        if grad is not None:
+            self._by_column.append((column, grad))
+
+    def total(self) -> Leaf:
+        """See `Arrival.total`."""
+        for _, grad in sorted(self._by_column, key=lambda pair: -pair[0]):
+            self.add(grad)
+        self._by_column = []
+        return super().total()
+
+
+class FromColumn(Arrival):
+    """The gradients of an export that arrive from one column of this process."""
+
+    __slots__ = ("_export", "_from")
+
+    def __init__(self, export: RemoteExport, column: int) -> None:
+        super().__init__(export.column)
+        self._export, self._from = export, column
+
+    def add(self, grad: Kept) -> None:
+        """See `Arrival.add`."""
+        self._export.add_from(self._from, grad)
 
 
 class RemoteCell(Cell):
@@ -30,17 +73,29 @@ class RemoteCell(Cell):
 
     __slots__ = ("_processes", "_received", "_sent")
 
+    kind_of_export = RemoteExport
+
     def __init__(self, i: int, column: Column, processes: Processes) -> None:
         super().__init__(i, column)
         self._processes = processes
         #: By the column that has received them, the exports that were sent, with their forms.
-        self._sent: dict[int, list[tuple[Export, Form]]] = {}
+        self._sent: dict[int, list[tuple[RemoteExport, Form]]] = {}
         #: By the column that they come from, the numbers of the imports that were received, with their forms.
         self._received: dict[int, list[tuple[int, Form]]] = {}
 
-    def note_sent(self, column: int, export: Export, form: Form) -> None:
-        """Note that an export was sent to a column of another process."""
-        self._sent.setdefault(column, []).append((export, form))
+    def export(self, tensor: Tensor) -> RemoteExport:
+        """See `Cell.export`."""
+        export = super().export(tensor)
+        assert isinstance(export, RemoteExport)
+        return export
+
+    def export_to(self, column: int, tensor: Tensor) -> Arrival:
+        """Return what the gradient of a tensor arrives at from a column of this process."""
+        return FromColumn(self.export(tensor), column)
+
+    def note_sent(self, column: int, tensor: Tensor, form: Form) -> None:
+        """Note that a tensor was sent to a column of another process."""
+        self._sent.setdefault(column, []).append((self.export(tensor), form))
 
     def note_received(self, home: int, form: Form) -> Source:
         """Return where the gradient of the next import goes, which was received from column ``home``."""
@@ -56,7 +111,7 @@ class RemoteCell(Cell):
             with self._processes.exchanging(what, [source]):
                 grads = self._processes.messages.receive_gradients(forms, source, tag)
             for export, grad in zip(exports, grads):
-                export.add(grad)
+                export.add_from(c, grad)
         return super().arrived()
 
     def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:

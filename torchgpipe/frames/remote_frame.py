@@ -173,8 +173,7 @@ class RemoteImports(Imports):
         if source == processes.rank:
             self._send(tensor, target, number)
             if records:
-                cell = self._cell(home)
-                cell.note_sent(column, cell.export(tensor), form)
+                self._cell(home).note_sent(column, tensor, form)
         return StandIn(form, column, tensor.requires_grad)
 
     def _cell(self, column: int) -> RemoteCell:

@@ -6,7 +6,7 @@ copy in each of these processes, and the sum of its gradients, in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
+from torchgpipe.processes.tags import SUMS, tag_of
 
 __all__ = ["add_shared", "keep_own", "own_slots", "users_of"]
 
@@ -72,6 +73,8 @@ def own_slots(
 def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, processes: Processes) -> None:
     """Add up the gradients of parameters that several processes have, in the order of the columns, in all of them.
 
+    The process of the first column adds up, and gives the others the sum.
+
     Args:
         users: the columns of each parameter
         aliases: the aliases, which have the gradients
@@ -84,20 +87,72 @@ def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, process
     ]
     if not shared:
         return
-    for parameter, columns in shared:
+    own = [_taken(aliases, parameter, columns, processes) for parameter, columns in shared]
+    told = processes.gather([[*grads] for grads in own], "which shared parameters have gradients")
+    for k, (parameter, columns) in enumerate(shared):
+        having = sorted([c for columns_of_one in told for c in columns_of_one[k]])
+        if not having:
+            continue
+        ranks = [*dict.fromkeys([processes.owners[c] for c in columns])]
+        with processes.exchanging("the gradient of a parameter that several processes have"):
+            total = _total(parameter, own[k], having, ranks, k, processes)
+        mine = [c for c in columns if processes.is_mine(c)]
+        if mine:
+            alias = aliases.at(parameter, mine[0])
+            assert alias is not None
+            alias.grad = total
+
+
+def _taken(aliases: Aliases, parameter: Tensor, columns: Sequence[int], processes: Processes) -> dict[int, Tensor]:
+    """Take the gradients of a parameter that have arrived in columns of this process."""
+    grads: dict[int, Tensor] = {}
+    for c in filter(processes.is_mine, columns):
+        alias = aliases.at(parameter, c)
+        if alias is not None and alias.grad is not None:
+            if alias.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} that several processes have gets a sparse "
+                    "gradient; make its module without sparse=True"
+                )
+            grads[c], alias.grad = alias.grad, None
+    return grads
+
+
+def _total(
+    parameter: Tensor,
+    own: Mapping[int, Tensor],
+    having: Sequence[int],
+    ranks: Sequence[int],
+    k: int,
+    processes: Processes,
+) -> Leaf:
+    """Return the sum of the gradients of a parameter, in the processes that have it.
+
+    Args:
+        parameter: the parameter
+        own: the gradients in this process, by column
+        having: the columns that have a gradient, in any process
+        ranks: the processes that have the parameter, the one that adds up first
+        k: the number of the parameter
+        processes: the processes
+    """
+    messages, form = processes.messages, form_of(parameter)
+    form = form._replace(stride=torch.empty(form.shape, device="meta").stride())
+    first, *others = ranks
+    if processes.rank == first:
         total: Leaf = None
-        own: list[Tensor] = []
-        for c in columns:
-            alias = aliases.at(parameter, c) if processes.is_mine(c) else None
-            grad = None
-            if alias is not None:
-                grad, alias.grad = alias.grad, None
-                own.append(alias)
-            has_grad = torch.tensor(int(grad is not None))
-            processes.broadcast(has_grad, processes.owners[c], "whether a shared parameter has a gradient")
-            if has_grad:
-                values = grad if grad is not None else torch.empty(form_of(parameter).shape, dtype=parameter.dtype)
-                processes.broadcast(values, processes.owners[c], "the gradient of a shared parameter")
-                total = sum_of(total, values)
-        if own:
-            own[0].grad = total
+        for c in having:
+            total = sum_of(
+                total, own[c] if c in own else messages.receive(form, processes.owners[c], tag_of(SUMS, k, c))
+            )
+        assert total is not None
+        for rank in others:
+            messages.send(total.contiguous(), rank, tag_of(SUMS, k, _SUM), "sums")
+        return total
+    for c, grad in own.items():
+        messages.send(grad.contiguous(), first, tag_of(SUMS, k, c), "sums")
+    return messages.receive(form, first, tag_of(SUMS, k, _SUM)) if processes.rank in others else None
+
+
+#: The number of the message with a sum.
+_SUM = 1 << 13
