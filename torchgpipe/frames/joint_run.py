@@ -105,6 +105,8 @@ class JointRun(InOnePiece):
 
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Run a module in the process of its column, and return what it returns, in all processes."""
+        if self._is_off:  # Within a module of the spine.
+            return door.call_module(args, kwargs)
         self.move_to(door.column)
         processes, j = self._processes, door.column
         with unobserved():
