@@ -1,0 +1,75 @@
+"""What the proof and the check of crossings find of a model over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchgpipe
+from tests.distributed.launch import launch
+from torchgpipe.processes.messages import Messages
+
+pytestmark = pytest.mark.slow
+
+
+class Blocks(nn.Module):
+    """Blocks with a skip, which only one process knows if ``differs`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.differs = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x).tanh()
+        return x if self.differs and dist.get_rank() == 1 else x + first
+
+
+def made() -> Any:
+    torch.manual_seed(0)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    return torchgpipe.pipelined(Blocks(), torch.randn(2, 4), chunks=4, mesh=mesh, balance=[2, 2])
+
+
+def said(is_wrong: bool) -> str:
+    """Return the table of a model, or what the proof says if a process gets wrong gradients from the other one."""
+    receive = Messages.receive_gradients
+    if is_wrong and dist.get_rank() == 0:
+        Messages.receive_gradients = lambda *args: [1.001 * grad for grad in receive(*args)]  # type: ignore
+    try:
+        model = made()
+    except ValueError as error:
+        return str(error)
+    return str(model.verify(torch.randn(6, 4)))
+
+
+def test_what_one_process_finds_all_refuse() -> None:
+    for text in launch(2, said, True):
+        assert "the gradient of 'blocks.0.weight' in partition 0" in text
+        assert "is not that of the plain model" in text
+    one, other = launch(2, said, False)
+    assert one == other  # The table has the gradients of both.
+    assert "blocks.0.weight" in one and "blocks.3.weight" in one
+
+
+def differing() -> str:
+    model = made()
+    model.differs = True
+    with pytest.raises(RuntimeError) as info:
+        model(torch.randn(8, 4))
+    return str(info.value)
+
+
+def test_a_forward_that_differs_between_processes_is_found() -> None:
+    for text in launch(2, differing):
+        assert (
+            "processes have come to other crossings in micro-batch 0 (number 1: process 0: (2, 4) torch.float32 from "
+            in text
+        )
+        assert "partition 0 to 1; process 1: nothing)" in text
