@@ -264,17 +264,30 @@ class MiniBatch:
     def _numbers_passed_on(self, i: int, j: int) -> Iterator[None]:
         """Take over the states of generators that another process has left, and leave them to the next one."""
         columns, numbers = self.columns, self.random_numbers
-        processes = columns.processes
-        if processes is None or not numbers.following(columns.devices[j]):
+        processes, frame = columns.processes, self._frames[i]
+        if not isinstance(frame, RemoteFrame) or processes is None or not numbers.following(columns.devices[j]):
             yield
             return
         if j and not columns.is_mine(j - 1):
             source = processes.owners[j - 1]
             with processes.exchanging(f"the random state of micro-batch {i}", [source]):
                 numbers.state(i).update(processes.messages.hear(source, tag_of(NUMBERS, i, j)))
-        yield
-        if j + 1 < self._n and not columns.is_mine(j + 1):
-            processes.messages.tell(dict(numbers.state(i)), [processes.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+        if j + 1 == self._n or columns.is_mine(j + 1):
+            yield
+            return
+
+        def tell() -> None:
+            frame.on_leaving = None
+            state = numbers.now(columns.devices[j])
+            processes.messages.tell(state, [processes.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+
+        frame.on_leaving = tell
+        try:
+            yield
+            if frame.on_leaving is not None:  # The model has passed this column by.
+                processes.messages.tell(dict(numbers.state(i)), [processes.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+        finally:
+            frame.on_leaving = None
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i

@@ -202,10 +202,16 @@ class RemoteImports(Imports):
 
 
 class RemoteFrame(Frame):
-    """See `Frame`."""
+    """See `Frame`.
+
+    Attributes:
+        on_leaving: is called when the model leaves the column that runs; it then goes on with stand-ins, and may wait
+            there for the process of the next column, which waits for what this column leaves to it
+    """
 
     imports: RemoteImports
     kind_of_imports = RemoteImports
+    on_leaving: Callable[[], None] | None = None
 
     #: The last column that may run. What other processes have is passed by, before it and behind it.
     _granted = -1
@@ -214,6 +220,11 @@ class RemoteFrame(Frame):
         """See `Frame.advance`."""
         self._granted = j
         super().advance(j)
+
+    def _leave(self, *, ends: bool = False) -> None:
+        super()._leave(ends=ends)
+        if self.on_leaving is not None and self.column == self._granted:
+            self.on_leaving()
 
     def _stops_before(self, column: int) -> bool:
         return self._columns.is_mine(column) and column > self._granted

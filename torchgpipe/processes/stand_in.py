@@ -34,6 +34,9 @@ class Form(NamedTuple):
     device: torch.device
 
 
+_CPU = torch.device("cpu")
+
+
 class StandIn(Tensor):
     """A tensor without values.
 
@@ -51,6 +54,8 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, form: Form, home: int, requires_grad: bool = False) -> StandIn:
+        if form.device.type == "cpu":  # No tensor is on 'cpu:0', whatever it was asked to be.
+            form = form._replace(device=_CPU)
         shape, stride, dtype, device = form
         self: StandIn = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad

@@ -121,6 +121,10 @@ class RandomNumbers:
         """Return the states that micro-batch ``i`` has left in its last cell, which may go on in another process."""
         return self._states.setdefault(i, {})
 
+    def now(self, device: torch.device) -> dict[bool, Tensor]:
+        """Return the present states of the generators that follow a micro-batch on a device."""
+        return {_is_of_a_device(generator): state_of(generator) for generator in self.following(device)}
+
     def also(self, drawn: Draws) -> None:
         """Note what other processes have drawn from."""
         for k, has_drawn in enumerate(drawn):
