@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -41,7 +41,7 @@ class Together:
         self.processes, self.settings = processes, settings
         self.doors = RemoteDoors(processes, settings)
         self.users: dict[Tensor, frozenset[int]] = {}
-        #: What `_described` says of a mini-batch, as a number that is the same in all processes.
+        #: What a mini-batch is like, as a number that is the same in all processes.
         self._checksums: dict[Any, int] = {}
 
     def find_users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
@@ -77,15 +77,19 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        key = kind, torch.is_grad_enabled(), modes, trained, described([tuple(part) for part in parts])
-        checksum = self._checksums.get(key)
-        if checksum is None:
-            words = kind, torch.is_grad_enabled(), *[(str(mode[0]), *mode[1:]) for mode in modes], trained, key[-1]
-            text = repr(words)
-            checksum = self._checksums[key] = zlib.crc32(_without_devices(text).encode())
-        seed, _ = self.processes.agree(checksum, numbers.seed, 1.0)
+        forms = described([tuple(part) for part in parts])
+        state = self._number((modes, trained), lambda: ([(str(mode[0]), *mode[1:]) for mode in modes], trained))
+        key = kind, torch.is_grad_enabled(), state, forms
+        seed, _ = self.processes.agree(self._number(key, lambda: key), numbers.seed, 1.0)
         numbers.begin_with(seed)
-        self.doors.use(hash((modes, trained)))
+        self.doors.use(state)
+
+    def _number(self, key: Any, words: Callable[[], Any]) -> int:
+        """Return a number for a key, the same in all processes, in which classes have other hashes."""
+        number = self._checksums.get(key)
+        if number is None:
+            number = self._checksums[key] = zlib.crc32(_without_devices(repr(words())).encode())
+        return number
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:
         """Add up the gradients of parameters that several processes have."""

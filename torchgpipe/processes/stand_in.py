@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import disabled_torch_function, fake_tensor_mode, written
 
@@ -34,6 +34,9 @@ class Form(NamedTuple):
     device: torch.device
 
 
+_CPU = torch.device("cpu")
+
+
 class StandIn(Tensor):
     """A tensor without values.
 
@@ -51,6 +54,8 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, form: Form, home: int, requires_grad: bool = False) -> StandIn:
+        if form.device.type == "cpu":  # No tensor is on 'cpu:0', whatever it was asked to be.
+            form = form._replace(device=_CPU)
         shape, stride, dtype, device = form
         self: StandIn = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
@@ -156,7 +161,9 @@ def describe(value: Any, other: Callable[[Any], Any]) -> Any:
     if kind is tuple or kind is list:
         return (kind, *[describe(item, other) for item in value])
     if isinstance(value, Tensor):
-        return form_of(value), value.requires_grad, kind
+        # Like a stand-in: both ends of a crossing look up the same words.
+        described = form_of(value), value.requires_grad
+        return described if kind is Tensor or kind is nn.Parameter else (*described, kind)
     return other(value)
 
 
