@@ -39,7 +39,7 @@ class Together:
         self.processes, self._settings = processes, settings
         self.doors = RemoteDoors(processes, settings)
         self._users: dict[Tensor, frozenset[int]] = {}
-        #: What `_described` says of a mini-batch, as a number that is the same in all processes.
+        #: What describes a mini-batch, or the modes of modules, as a number that is the same in all processes.
         self._checksums: dict[Any, int] = {}
 
     def users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
@@ -75,15 +75,16 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        key = kind, torch.is_grad_enabled(), modes, trained, described([tuple(part) for part in parts])
-        checksum = self._checksums.get(key)
-        if checksum is None:
-            words = kind, torch.is_grad_enabled(), *[(str(mode[0]), *mode[1:]) for mode in modes], trained, key[-1]
-            text = repr(words)
-            checksum = self._checksums[key] = zlib.crc32(_without_devices(text).encode())
-        seed, _ = self.processes.agree(checksum, numbers.seed, 1.0)
+        checksum = self._checksum((kind, torch.is_grad_enabled(), described([tuple(part) for part in parts], [])))
+        of_modes = self._checksum((modes, trained))
+        seed, _ = self.processes.agree(zlib.crc32(b"%d %d" % (checksum, of_modes)), numbers.seed, 1.0)
         numbers.begin_with(seed)
-        self.doors.use(hash((modes, trained)))
+        self.doors.use(of_modes)
+
+    def _checksum(self, key: Any) -> int:
+        if key not in self._checksums:
+            self._checksums[key] = zlib.crc32(_without_devices(repr(key)).encode())
+        return self._checksums[key]
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:
         """Add up the gradients of parameters that several processes have."""
