@@ -37,6 +37,7 @@ __all__ = [
     "apply_directly",
     "at_end_of_pass",
     "caches_parametrizations",
+    "call_hooks",
     "can_move_data",
     "classes_handle_operations",
     "current_pass",
@@ -461,8 +462,12 @@ def has_call_hooks(module: nn.Module) -> bool:
     A partition with hooks runs as a whole: it can be neither divided nor joined. Since 2.0. There is no public list of
     hooks; a partition that notes in ``register_forward_hook`` and its like what is registered could take its place.
     """
-    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(kinds)
+    return any(call_hooks(module))
+
+
+def call_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the hooks of `has_call_hooks`, in the dicts that hold them as long as the module is there."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchgpipe.model.values import container, each, is_cache, mapped, walk
 from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
 
-__all__ = ["Abstract", "abstracted", "described"]
+__all__ = ["Abstract", "abstracted", "described", "leaves_of"]
 
 _PLAIN = (int, float, str, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type(Ellipsis), slice)
 
@@ -55,28 +55,38 @@ def _here(form: Form, device: torch.device) -> Form:
 
 def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     """Return a value without its tensors' values; those that are among ``arguments`` are known by their numbers."""
-    numbers = {id(tensor): k for k, tensor in enumerate(arguments)}
-    leaves = [_Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1)) for _, tensor in each(value)]
+    leaves = leaves_of([tensor for _, tensor in each(value)], arguments)
     empty = mapped(value, lambda _: torch.empty(0))
     is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
     return Abstract(empty if is_plain else None, leaves, is_plain)
 
 
-def described(value: Any, layers: Sequence[int] = ()) -> Any:
-    """Return what tells a value from others as far as forms go; of a cache, these layers count."""
+def leaves_of(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[_Leaf]:
+    """Return what tensors are known by; those that are among ``arguments`` are known by their numbers."""
+    numbers = {id(tensor): k for k, tensor in enumerate(arguments)}
+    return [_Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1)) for tensor in tensors]
+
+
+def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> Any:
+    """Return what tells a value from others as far as forms go; of a cache, these layers count.
+
+    Args:
+        value: a value
+        tensors: gets the tensors in the value
+        layers: the numbers of the layers of a cache
+    """
 
     def other(value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return str(value)
+        name = type(value).__name__
         if is_cache(value):
             own = getattr(value, "layers", None)
             if isinstance(own, list):
-                return type(value).__name__, *[described(vars(own[k]), layers) for k in layers if k < len(own)]
-            opened = container(value, caches=True)
-        else:
-            opened = container(value, objects=True)
+                return name, *[described(vars(own[k]), tensors, layers) for k in layers if k < len(own)]
+        opened = container(value, caches=True, objects=True)
         if opened is None:
-            return type(value).__name__
-        return (type(value).__name__, *opened.names, *[describe(item, other) for item in opened.items])
+            return name
+        return (name, *opened.names, *[describe(item, other, tensors) for item in opened.items])
 
-    return describe(value, other)
+    return describe(value, other, tensors)

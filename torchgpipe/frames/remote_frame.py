@@ -245,11 +245,12 @@ class RemoteFrame(Frame):
         assert columns.remote_doors is not None
         if not columns.is_mine(column):
             return columns.remote_doors.call(door, args, kwargs, column)
-        given = {id(tensor) for _, tensor in each((args, kwargs))}
-        noted = columns.remote_doors.begin(door, args, kwargs)
+        call = columns.remote_doors.note(door, args, kwargs)
         output = super()._call(door, args, kwargs)
-        columns.remote_doors.end(door, noted, output)
-        own([tensor for _, tensor in each(output) if id(tensor) not in given], column)
+        tensors = [tensor for _, tensor in each(output)]
+        columns.remote_doors.end(door, call, output, tensors)
+        given = set(map(id, call.given))
+        own([tensor for tensor in tensors if id(tensor) not in given], column)
         return output
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -77,19 +77,16 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        forms = described([tuple(part) for part in parts])
-        state = self._number((modes, trained), lambda: ([(str(mode[0]), *mode[1:]) for mode in modes], trained))
-        key = kind, torch.is_grad_enabled(), state, forms
-        seed, _ = self.processes.agree(self._number(key, lambda: key), numbers.seed, 1.0)
+        checksum = self._checksum((kind, torch.is_grad_enabled(), described([tuple(part) for part in parts], [])))
+        of_modes = self._checksum((modes, trained))
+        seed, _ = self.processes.agree(zlib.crc32(b"%d %d" % (checksum, of_modes)), numbers.seed, 1.0)
         numbers.begin_with(seed)
-        self.doors.use(state)
+        self.doors.use(of_modes)
 
-    def _number(self, key: Any, words: Callable[[], Any]) -> int:
-        """Return a number for a key, the same in all processes, in which classes have other hashes."""
-        number = self._checksums.get(key)
-        if number is None:
-            number = self._checksums[key] = zlib.crc32(_without_devices(repr(words())).encode())
-        return number
+    def _checksum(self, key: Any) -> int:
+        if key not in self._checksums:
+            self._checksums[key] = zlib.crc32(_without_devices(repr(key)).encode())
+        return self._checksums[key]
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:
         """Add up the gradients of parameters that several processes have."""

@@ -64,7 +64,7 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
         objects: whether to open plain objects, too, which are copied when they are rebuilt
     """
     kind: Any = type(value)
-    if isinstance(value, (Tensor, *_PLAIN)):
+    if isinstance(value, (Tensor, *_PLAIN)) or (not (caches or objects) and _is_opaque(kind)):
         return None
     if isinstance(value, (tuple, list)):
         if isinstance(value, PackedSequence):  # A recurrent layer reads its batch sizes on the host, where they stay.
@@ -87,6 +87,12 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
     else:
         return None
     return Container(kind, names, [getattr(value, name) for name in names], lambda new: _assigned(value, names, new))
+
+
+@cache
+def _is_opaque(kind: Any) -> bool:
+    """Return whether an object of a class is no container, but for caches and plain objects; that takes long to see."""
+    return not (issubclass(kind, (tuple, list, Mapping)) or is_dataclass(kind))
 
 
 def _set(value: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
@@ -123,6 +129,8 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
     if kind is dict:
         pairs = {key: mapped(item, change, caches=caches, objects=objects) for key, item in value.items()}
         return value if all([pairs[key] is value[key] for key in value]) else pairs
+    if not (caches or objects) and _is_opaque(kind):  # type: ignore[arg-type]  # A cache of 32 layers is passed to each of 32 modules.
+        return value
     opened = container(value, caches=caches, objects=objects)
     if opened is None:
         return value

@@ -80,23 +80,23 @@ class StandIn(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        key = (func, *[_describe_argument(value) for value in args], *map(_describe_argument, kwargs.items()))
+        tensors: list[Tensor] = []
+        key = (func, *[_describe_argument(value, tensors) for value in (*args, *kwargs.items())])
         effect = _known.get(key)
         if effect is None:
             if len(_known) >= _MOST:  # As of an operation with another number in each step.
                 _known.clear()
             effect = _known[key] = _effect_of(func, args, kwargs)
-        stand_ins = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, StandIn)]
-        home = max([tensor.home for tensor in stand_ins])
+        home = max([tensor.home for tensor in tensors if isinstance(tensor, StandIn)])
         for number in effect.written:
-            tensor = next(tensor for k, tensor in enumerate(_tensors((args, kwargs))) if k == number)
+            tensor = tensors[number]
             if not isinstance(tensor, StandIn):
                 raise NoValues(
                     f"'{func}' writes what column {home} has computed, in another process, to a tensor of shape "
                     f"{tuple(tensor.shape)} that all processes have; let one module of the spine do both"
                 )
             tensor.home = home
-        return effect.made([*_tensors((args, kwargs))] if effect.has_arguments else (), home)
+        return _made(effect.value, tensors, home)
 
 
 def form_of(tensor: Tensor) -> Form:
@@ -113,16 +113,10 @@ class _Effect(NamedTuple):
     Attributes:
         value: what it returns, with a `Form` in the place of a new tensor, and an `_Argument` in that of an argument
         written: the numbers of the tensors among its arguments that it changes
-        has_arguments: whether it returns any of its arguments
     """
 
     value: Any
     written: Sequence[int]
-    has_arguments: bool
-
-    def made(self, arguments: Sequence[Tensor], home: int) -> Any:
-        """Return what the operation returns."""
-        return _made(self.value, arguments, home)
 
 
 class _Argument(NamedTuple):
@@ -146,32 +140,39 @@ _MOST = 20_000
 _known: dict[Any, _Effect] = {}
 
 
-def describe(value: Any, other: Callable[[Any], Any]) -> Any:
+def describe(value: Any, other: Callable[[Any], Any], tensors: list[Tensor]) -> Any:
     """Return what tells a value from others as far as forms go: hashable, and equal for equal forms.
 
     Args:
         value: a value
         other: describes what is no tensor, number, word, tuple or list
+        tensors: gets the tensors in the value, as they are described
     """
     kind = type(value)
     if kind is StandIn:
+        tensors.append(value)
         return value.form, value.requires_grad
     if kind in _PLAIN:
         return kind, value  # 1, 1.0 and True are equal.
     if kind is tuple or kind is list:
-        return (kind, *[describe(item, other) for item in value])
+        return (kind, *[describe(item, other, tensors) for item in value])
     if isinstance(value, Tensor):
+        tensors.append(value)
         # Like a stand-in: both ends of a crossing look up the same words.
         described = form_of(value), value.requires_grad
         return described if kind is Tensor or kind is nn.Parameter else (*described, kind)
     return other(value)
 
 
-_PLAIN = (int, float, str, bool, type(None), complex)
+_PLAIN = {int, float, str, bool, type(None), complex}
 
 
-def _describe_argument(value: Any) -> Any:
-    return describe(value, lambda other: other)  # Of operations, the rest is hashable: dtypes, devices, layouts.
+def _describe_argument(value: Any, tensors: list[Tensor]) -> Any:
+    return describe(value, _itself, tensors)  # Of operations, the rest is hashable: dtypes, devices, layouts.
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -230,7 +231,6 @@ def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
         if form_of(fakes[id(tensor)])[:2] != form_of(tensor)[:2]:
             raise NoValues(f"'{func}' changes the shape of a tensor that another process has")
     numbers = {id(fakes[id(tensor)]): k for k, tensor in reversed([*enumerate(given)])}
-    has_arguments = any([id(tensor) in numbers for tensor in _tensors(result)])
     of_given = {id(tensor): k for k, tensor in reversed([*enumerate(given)])}
     changed = [of_given[id(tensor)] for tensor in _tensors(written(func, args, kwargs))]
 
@@ -238,4 +238,4 @@ def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
         number = numbers.get(id(tensor))
         return form_of(tensor) if number is None else _Argument(number)
 
-    return _Effect(_exchanged(result, formed), changed, has_arguments)
+    return _Effect(_exchanged(result, formed), changed)
