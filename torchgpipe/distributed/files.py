@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from torchgpipe.distributed.folder import Folder
-from torchgpipe.distributed.gpipe import DistributedGPipe
 from torchgpipe.distributed.training_state import (
     collect_optimizer,
     collect_random,
@@ -30,6 +29,7 @@ from torchgpipe.distributed.training_state import (
     restore_random,
     verify_optimizer,
 )
+from torchgpipe.frames.pipelined_module import runs_of
 
 __all__ = ["Checkpoints"]
 
@@ -45,8 +45,8 @@ class Checkpoints:
                 checkpoints.save(step + 1, {"step": step + 1}, asynchronous=True)
         checkpoints.wait()
 
-    A checkpoint fits a :class:`~torchgpipe.distributed.DistributedGPipe` over any number of processes, a
-    :class:`~torchgpipe.GPipe`, and the plain model, whichever of them was saved. In several processes, all of them make
+    A checkpoint fits a model over any number of processes, a :class:`~torchgpipe.GPipe`, and the plain model, whichever
+    of them was saved. In several processes, all of them make
     a ``Checkpoints`` and call the same methods in the same order.
 
     Args:
@@ -81,12 +81,14 @@ class Checkpoints:
         self._optimizer = optimizer
         self._group: dist.ProcessGroup | None = None
         self._rank, self._where, self._writes_model = 0, "", True
-        if isinstance(model, DistributedGPipe):
+        runs = runs_of(model)
+        processes = getattr(model, "_processes", None) if runs is None else runs.settings.processes
+        if processes is not None:
             # A group of its own, on the CPU: a thread uses it while the model uses that of the model.
             self._group = dist.new_group(backend="gloo", timeout=timeout)
             self._rank = dist.get_rank(self._group)
-            self._where = f"{model.place}: "
-            self._writes_model = model._processes.replica == 0  # The others have the same parameters.
+            self._where = f"{processes.place}: "
+            self._writes_model = processes.replica == 0  # The others have the same parameters.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: Future[None] | None = None
 

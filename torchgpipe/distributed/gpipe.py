@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +29,8 @@ from torchgpipe.distributed.prepared_step import PreparedStep
 from torchgpipe.distributed.processes import Processes
 from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, verify_schedule
 from torchgpipe.distributed.stage import StepCall, verify_release
-from torchgpipe.distributed.step_gradients import StepGradients, clip_grad_norm
+from torchgpipe.distributed.step_gradients import StepGradients
+from torchgpipe.gradients.clip import clip_grad_norm
 from torchgpipe.model import microbatch
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
 from torchgpipe.model.old_keys import by_name, take_old_keys
@@ -261,9 +263,15 @@ class DistributedGPipe(nn.Module):
         Returns:
             the norm before clipping, in every process
         """
-        pipeline = self._processes.pipeline_group
+        pipeline, parameters = self._processes.pipeline_group, [*self.parameters()]
+
+        def gather(norm: Tensor) -> list[Tensor]:
+            norms = [torch.empty_like(norm, device=self.device) for _ in range(self._processes.size)]
+            dist.all_gather(norms, norm.to(self.device), group=pipeline)
+            return norms
+
         with self._processes.at_step(), self._processes.exchanging("the norm of the gradients", pipeline):
-            return clip_grad_norm(self.parameters(), max_norm, norm_type, pipeline, self.device)
+            return clip_grad_norm(parameters, parameters, max_norm, norm_type, gather)
 
     @property
     def place(self) -> str:

@@ -1,4 +1,4 @@
-"""Add up gradients over replicas, once in a step, and clip gradients over all stages."""
+"""Add up gradients over replicas, once in a step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchgpipe.gradients.replicas import add_gradients
 from torchgpipe.gradients.set_aside import SetAside
 
-__all__ = ["StepGradients", "clip_grad_norm"]
+__all__ = ["StepGradients"]
 
 
 class StepGradients:
@@ -44,23 +44,3 @@ class StepGradients:
     def undo(self) -> None:
         """Put the gradients of earlier steps back without those of this step, unless `end` has added all."""
         self._earlier.undo()
-
-
-def clip_grad_norm(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> Tensor:
-    """Scale the gradients in all processes of ``group`` so that their common norm is at most ``max_norm``."""
-    mine = list(parameters)
-    norm = nn.utils.get_total_norm([p.grad for p in mine if p.grad is not None], norm_type).to(device, torch.float64)
-    if norm_type == float("inf"):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-    else:
-        norm.pow_(norm_type)
-        dist.all_reduce(norm, group=group)
-        norm.pow_(1 / norm_type)
-    nn.utils.clip_grads_with_norm_(mine, max_norm, norm)
-    return norm

@@ -332,7 +332,9 @@ class Pipeline:
         children = list(module.modules())
         verify_compiled(children, settings.devices)
         self._has_hooks = any(map(has_call_hooks, children))
-        structure = tuple([(weakref.ref(child), *child._parameters) for child in children])
+        structure: tuple[Any, ...] = tuple([(weakref.ref(child), *child._parameters) for child in children])
+        if self.together is not None:  # It knows parameters themselves, which load_state_dict(assign=True) replaces.
+            structure += tuple([id(parameter) for child in children for parameter in child._parameters.values()])
         if structure != self._structure:
             named = dict(module.named_modules())
             self._doors = [

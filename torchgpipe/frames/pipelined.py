@@ -102,8 +102,9 @@ def pipelined(
     The module's own forward runs unchanged, once for each micro-batch, in a thread that stops where a partition begins.
     Outputs and gradients equal those of the plain module, run micro-batch by micro-batch. The sample proves it, or the
     model is refused. The module stays the object that it is: its class, names, ``state_dict`` and parameters are the
-    user's. It gains four attributes: ``step``, ``verify``, ``layout`` and ``unpipelined``. ``model.verify(...)``
-    compares another mini-batch with the plain module, and returns a :class:`~torchgpipe.model.comparison.Comparison`.
+    user's. It gains five attributes: ``step``, ``verify``, ``clip_grad_norm_``, ``layout`` and ``unpipelined``.
+    ``model.verify(...)`` compares another mini-batch with the plain module, and returns a
+    :class:`~torchgpipe.model.comparison.Comparison`.
 
     Args:
         module: the model; its parameters are moved to their devices
@@ -147,7 +148,10 @@ def pipelined(
         on_oom: what a step does if memory runs out, ``'raise'`` or ``'retry'``; see :class:`GPipe`
         mesh: the processes, (stages,) or (replicas, stages): each makes the same model, best on the meta device, and
             keeps the weights of its own partitions (default: this process alone). ``devices`` are those of this
-            process, and partitions go round the processes
+            process, and partitions go round the processes. ``parameters()`` and ``state_dict()`` are those of this
+            process, so all processes save them, with ``torch.distributed.checkpoint`` or ``save_pretrained``;
+            ``load_state_dict`` takes them or those of the whole model. Clip gradients with ``model.clip_grad_norm_``,
+            as the function of PyTorch would take the norm of one process
         timeout: how long a process waits for another (default: that of the process group)
         gather: whether all processes get the outputs of the model; if not, they get numbers, such as a loss, and
             stand-ins without values for other tensors
@@ -285,7 +289,8 @@ def _pipelined(
                     "while the sample ran through the plain model and the pipeline, to compare them: give a sample of "
                     "fewer rows or shorter ones, or verify=False, which skips the comparison"
                 )
-            cast(Any, module).unpipelined()
+            if processes is None:  # Of several, each has a part only.
+                cast(Any, module).unpipelined()
             raise
     return module
 

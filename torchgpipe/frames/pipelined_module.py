@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchgpipe.frames.door import remove_door, this_thread
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof import FramesProof
+from torchgpipe.frames.saved import save_together
 from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.weights import clip_together, own, stand_ins_of
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.given import verify_independent
 from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.placement import move_buffers
 from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.settings import verify_chunks
+from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.schedule import Schedule, program_of, verify_name
 
 __all__ = ["ATTRIBUTES", "has_argument", "is_pipelined", "make_pipelined", "runs_of", "verify_fitting"]
@@ -33,7 +37,7 @@ _SETTINGS = "_torchgpipe"
 _RUNS = "_torchgpipe_runs"
 
 #: What a pipelined module has beside the attributes of its own class.
-ATTRIBUTES = ("step", "verify", "layout", "unpipelined")
+ATTRIBUTES = ("step", "verify", "clip_grad_norm_", "layout", "unpipelined")
 
 
 def make_pipelined(module: nn.Module, settings: Settings) -> Pipeline:
@@ -157,6 +161,50 @@ class _Pipelined(nn.Module):
         with_loss = target is not None and runs.settings.loss_fn is not None
         return FramesProof(runs, batch, target, with_loss=with_loss).verify()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of the whole model, as :func:`torch.nn.utils.clip_grad_norm_` does, over all processes.
+
+        Args:
+            max_norm: the largest norm of all gradients together; larger gradients are scaled down to it
+            norm_type: the type of the norm: 2.0 for the Euclidean one, ``float("inf")`` for the largest absolute value
+
+        Returns:
+            the norm before clipping, in every process
+        """
+        settings = _settings_of(self)
+        if settings.processes is None:
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return clip_together(self, settings, settings.processes, max_norm, norm_type)
+
+    # Over processes: what a process has of the model is its own tensors; the others are stand-ins.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return own(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return own(super().named_buffers(*args, **kwargs))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        for name in [name for name, value in state.items() if isinstance(value, StandIn)]:
+            del state[name]
+        return state
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if _settings_of(self).processes is not None:
+            # A stand-in stays, whatever is given for it: nothing, or the tensor of another process.
+            named = super().state_dict(keep_vars=True).items()
+            given, before = OrderedDict(state_dict), vars(state_dict) if hasattr(state_dict, "__dict__") else {}
+            vars(given).update(before)  # The versions of modules, which the loading of some looks at.
+            given.update({name: value for name, value in named if isinstance(value, StandIn)})
+            state_dict = given
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        for tensor in stand_ins_of(self):  # What all processes must agree on.
+            tensor.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     @property
     def _torchgpipe_forward(self) -> Callable[..., Any]:
         """The forward of the user's own class."""
@@ -179,6 +227,13 @@ class _Pipelined(nn.Module):
 
         Under ``offload`` they are in host memory, and buffers go there, too.
         """
+        processes = _settings_of(self).processes
+        if processes is not None:
+            raise RuntimeError(
+                f"this process has a part of the model only, {processes.place}: save it, by "
+                "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=...) in all processes, and load "
+                "it into the plain model, made anew"
+            )
         if type(self).__mro__[1] is not _Pipelined:
             raise RuntimeError(
                 f"{type(self).__name__} has got another class on top of the pipeline, perhaps by a parametrization or "
@@ -218,7 +273,10 @@ class _Pipelined(nn.Module):
                     + ", where they stay: leave this call out, or call unpipelined() first"
                 )
         # A class that overrides this method, as that of YOLOv5, may not know of `recurse`.
-        return super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        applied = super()._apply(fn) if recurse else super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for tensor in stand_ins_of(self):
+            tensor.renew_form()
+        return applied
 
     def _replicate_for_data_parallel(self) -> Any:
         # DataParallel calls this method of every module inside, in the caller's thread, before it runs anything.
@@ -289,12 +347,32 @@ def _subclass(kind: Any) -> Any:
     names = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
-        "__doc__": f"Pipelined by torchgpipe: has step(), verify(), layout and unpipelined().\n\n{kind.__doc__ or ''}",
+        "__doc__": f"Pipelined by torchgpipe: has {', '.join(ATTRIBUTES)}.\n\n{kind.__doc__ or ''}",
         # Trainers read which arguments forward takes. No __wrapped__, which they would call past the pipeline.
         "forward": _forward_like(kind),
+        **{method.__name__: method for method in _OF_TRANSFORMERS if hasattr(kind, method.__name__)},
         **{name: _Setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},
     }
     return type(kind)(kind.__name__, (_Pipelined, kind), names)
+
+
+def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save the model as its own class does; over several processes, all of them call this, and each writes its part."""
+    processes, save = _settings_of(self).processes, functools.partial(_plain(self).save_pretrained, self)
+    if processes is None:
+        return save(save_directory, *args, **kwargs)
+    state = kwargs.pop("state_dict", None) or self.state_dict()
+    return save_together(processes, save, save_directory, state, *args, **kwargs)
+
+
+def should_save_on_this_rank(self: Any, is_main_process: bool) -> Any:
+    """Return whether save_pretrained writes in this process, where transformers would write in the first one only."""
+    is_alone = _settings_of(self).processes is None
+    return _plain(self).should_save_on_this_rank(self, is_main_process) if is_alone else is_main_process
+
+
+#: The methods that replace those of a class that has them.
+_OF_TRANSFORMERS = save_pretrained, should_save_on_this_rank
 
 
 def has_argument(forward: Callable[..., Any], name: str) -> bool:

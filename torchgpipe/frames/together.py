@@ -66,7 +66,7 @@ class Together:
         Raises:
             RuntimeError: the others have prepared another one.
         """
-        trained = tuple([parameter.requires_grad for parameter in self.users])
+        trained = tuple([(parameter.requires_grad, str(parameter.dtype)) for parameter in self.users])
         for parameter in self.users:
             if parameter.requires_grad and not parameter.is_leaf:
                 raise ValueError("a parameter that is computed from others cannot be shared by processes")

@@ -6,7 +6,8 @@ copy in each of these processes, and the sum of its gradients, in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
 from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.gradients.clip import clip_grad_norm
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.tags import SUMS, tag_of
 
-__all__ = ["add_shared", "keep_own", "own_slots", "users_of"]
+__all__ = ["add_shared", "clip_together", "keep_own", "own", "own_slots", "stand_ins_of", "users_of"]
+
+T = TypeVar("T", bound=Tensor)
 
 
 def keep_own(module: nn.Module, settings: Settings, processes: Processes) -> None:
@@ -43,6 +47,16 @@ def keep_own(module: nn.Module, settings: Settings, processes: Processes) -> Non
                 child._parameters[name] = remote[tensor]  # type: ignore[assignment]
         elif find_door(full, settings.doors) is not None and not processes.is_mine(column):
             child._buffers[name] = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
+
+
+def own(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yield those of named tensors that this process has."""
+    return ((name, tensor) for name, tensor in named if not isinstance(tensor, StandIn))
+
+
+def stand_ins_of(module: nn.Module) -> list[StandIn]:
+    """Return the parameters and buffers that this process does not have."""
+    return [tensor for _, _, _, tensor in iterate_tensors(module) if isinstance(tensor, StandIn)]
 
 
 def users_of(module: nn.Module, settings: Settings) -> dict[Tensor, frozenset[int]]:
@@ -156,3 +170,19 @@ def _total(
 
 #: The number of the message with a sum.
 _SUM = 1 << 13
+
+
+def clip_together(
+    module: nn.Module, settings: Settings, processes: Processes, max_norm: float, norm_type: float
+) -> Tensor:
+    """Clip the gradients of a model over several processes; one that several have counts in the first of them."""
+    counted = [
+        parameter
+        for parameter, columns in users_of(module, settings).items()
+        if not isinstance(parameter, StandIn) and processes.is_mine(min(columns))
+    ]
+
+    def gather(norm: Tensor) -> list[Tensor]:
+        return processes.gather(norm, "the norm of the gradients")
+
+    return clip_grad_norm(module.parameters(), counted, max_norm, norm_type, gather)

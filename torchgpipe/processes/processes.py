@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -147,8 +147,9 @@ class Processes:
         if others:
             raise RuntimeError(
                 f"rank {self._ranks(others)} prepares another step: the model, the partitions, the schedule, the "
-                "shapes of the arguments, train() or eval(), grad mode and what requires grad must be the same in all "
-                "processes. Nothing was sent"
+                "shapes of the arguments, train() or eval(), grad mode, and dtypes and requires_grad of the parameters "
+                "must be the same in all processes: freeze before pipelined(), or by requires_grad_() of the model or "
+                "its modules, as model.parameters() are those of one process. Nothing was sent"
             )
         raise RuntimeError("another replica could not prepare the step, and says why; nothing was sent")
 
@@ -180,6 +181,28 @@ class Processes:
         with self.exchanging(what):
             dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def all_succeed(self, action: Callable[[], Any], what: str) -> None:
+        """Run ``action``, and wait until all processes have run theirs.
+
+        Args:
+            action: what this process does
+            what: names what all of them make, for errors
+
+        Raises:
+            RuntimeError: another process has failed.
+            Exception: what ``action`` raises.
+        """
+        fault = None
+        try:
+            action()
+        except Exception as error:
+            fault = error
+        failed = [rank for rank, is_fine in enumerate(self.gather(fault is None, what)) if not is_fine]
+        if fault is not None:
+            raise fault
+        if failed:
+            raise RuntimeError(f"{self.place}: rank {self._ranks(failed)} has failed with {what}, and says why")
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Give ``tensor`` the values that it has in ``source``."""

@@ -69,8 +69,14 @@ class StandIn(Tensor):
         shape, _stride, dtype, device = self.form
         return f"StandIn({list(shape)}, dtype={dtype}, device='{device}', computed by column {self.home} elsewhere)"
 
+    def renew_form(self) -> None:
+        """Take over what has changed in place: the dtype, as by ``module.half()``."""
+        self.form = self.form._replace(dtype=self.dtype)
+
     def __deepcopy__(self, memo: Any) -> StandIn:
-        return StandIn(self.form, self.home, self.requires_grad)
+        copied = StandIn(self.form, self.home, self.requires_grad)
+        vars(copied).update(vars(self))  # Whether it is a parameter.
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return StandIn, (self.form, self.home, self.requires_grad)
