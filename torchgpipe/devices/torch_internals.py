@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -80,6 +81,7 @@ __all__ = [
     "sequence_number",
     "shares_memory",
     "storage_key",
+    "timeout_of",
     "transforms_are_active",
     "uses_cuda_graphs",
     "versions",
@@ -580,6 +582,16 @@ def default_store() -> Any:
     passes could take its place.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long the processes of a group wait for each other.
+
+    Groups beside it, which a pipeline makes for itself, wait as long. Since 2.0. Asking the caller for the timeout once
+    more could take its place.
+    """
+    result: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return result
 
 
 def fake_tensor_mode() -> Any:

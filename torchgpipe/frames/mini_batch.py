@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,6 @@ from torchgpipe.frames.visitors import RecomputationVisitor
 from torchgpipe.frames.weights import add_shared
 from torchgpipe.model.values import each
 from torchgpipe.offload.residence import residence_of
-from torchgpipe.processes.tags import NUMBERS, tag_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
@@ -131,7 +130,7 @@ class MiniBatch:
 
     def _new_cell(self, i: int, column: Column) -> Cell:
         processes = self.columns.processes
-        return Cell(i, column) if processes is None else RemoteCell(i, column, processes)
+        return Cell(i, column) if processes is None else RemoteCell(processes, i, column)
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -260,21 +259,12 @@ class MiniBatch:
             error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
 
-    @contextmanager
-    def _numbers_passed_on(self, i: int, j: int) -> Iterator[None]:
+    def _numbers_passed_on(self, i: int, j: int) -> AbstractContextManager[None]:
         """Take over the states of generators that another process has left, and leave them to the next one."""
-        columns, numbers = self.columns, self.random_numbers
-        processes = columns.processes
-        if processes is None or not numbers.following(columns.devices[j]):
-            yield
-            return
-        if j and not columns.is_mine(j - 1):
-            source = processes.owners[j - 1]
-            with processes.exchanging(f"the random state of micro-batch {i}", [source]):
-                numbers.state(i).update(processes.messages.hear(source, tag_of(NUMBERS, i, j)))
-        yield
-        if j + 1 < self._n and not columns.is_mine(j + 1):
-            processes.messages.tell(dict(numbers.state(i)), [processes.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+        processes, numbers = self.columns.processes, self.random_numbers
+        if processes is None or not numbers.following(self.columns.devices[j]):
+            return nullcontext()
+        return processes.passed_on(numbers.state(i), i, j)
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i

@@ -81,7 +81,7 @@ class Together:
             words = kind, torch.is_grad_enabled(), *[(str(mode[0]), *mode[1:]) for mode in modes], trained, key[-1]
             text = repr(words)
             checksum = self._checksums[key] = zlib.crc32(_without_devices(text).encode())
-        seed, _ = self.processes.agree(checksum, numbers.seed, 1.0)
+        (seed, *_), _ = self.processes.agree(checksum, numbers.seed, 1.0)
         numbers.begin_with(seed)
         self.doors.use(hash((modes, trained)))
 

@@ -21,6 +21,7 @@ Sources:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -277,20 +278,19 @@ def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
 
 
 def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return 1F1B with a split backward: device k computes the gradients of weights k micro-batches later."""
-    _one_block_each("ZeroBubble", devices)
-    n = len(devices)
+    """Return 1F1B with a split backward: device k computes the gradients of weights k backwards later."""
     program = []
-    for k in range(n):
-        actions = []
-        for action in _in_turn(
-            [Action("F", i, k) for i in range(m)], [Action("I", i, k) for i in range(m)], ahead=n - 1 - k
-        ):
-            actions.append(action)
-            if action.kind == "I" and action.i >= k:
-                actions.append(Action("W", action.i - k, k))
-        done = sum(action.kind == "W" for action in actions)
-        program.append(actions + [Action("W", i, k) for i in range(done, m)])
+    for k, row in enumerate((_one_f_one_b if len(set(devices)) == len(devices) else _interleaved)(m, devices)):
+        actions, left = list[Action](), deque[Action]()
+        for action in row:
+            if action.kind == "F":
+                actions.append(action)
+                continue
+            actions.append(action._replace(kind="I"))
+            left.append(action._replace(kind="W"))
+            if len(left) > k:
+                actions.append(left.popleft())
+        program.append([*actions, *left])
     return program
 
 
