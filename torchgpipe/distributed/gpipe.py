@@ -298,6 +298,9 @@ class DistributedGPipe(nn.Module):
             partition.follow(layers_of(self), training)
         forms, checksum = self._forms.of(inputs, self)
         order = order_of(microbatch.window_of(input))
+        program = part_of_program(
+            self._schedule, m, tuple(processes.owners), processes.rank, None if order is None else tuple(order)
+        )
         settings = self._schedule, self._balance, self._chunks, self._checkpoint, order
         checksum = zlib.crc32(str(settings).encode(), checksum)
         # Whether the layers draw is known for the modes of all processes together. Seeds go from the first one on.
@@ -309,9 +312,7 @@ class DistributedGPipe(nn.Module):
                 partitions,
                 [self.device] * len(partitions),
                 inputs,
-                part_of_program(
-                    self._schedule, m, tuple(processes.owners), processes.rank, None if order is None else tuple(order)
-                ),
+                program,
                 ending.finish,
                 self._mechanisms,
                 gather=lambda: None,

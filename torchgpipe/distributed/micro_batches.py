@@ -78,12 +78,14 @@ class RemoteMicroBatches(MicroBatches):
         others: the arguments of `MicroBatches`
     """
 
+    _layout: SkipLayout
+
     def __init__(self, crossings: Crossings, *others: Any) -> None:
         self._processes, skips, self._forms = crossings
         self._last = len(self._processes.owners) - 1
         self._stages = [j for j in range(self._last + 1) if self._processes.is_mine(j)]
         self._layout = skips.part(self._stages)
-        super().__init__(*others, self._layout)
+        super().__init__(*others)
 
     def _new_cell(self, i: int, j: int) -> LayersCell:
         column = self.columns[j]

@@ -149,6 +149,9 @@ class MicroBatches:
         residence: which tensors are on their devices
     """
 
+    #: The skips of the columns, if some of them come from other processes or go there.
+    _layout: SkipLayout | None = None
+
     def __init__(
         self,
         partitions: Sequence[Partition],
@@ -162,7 +165,6 @@ class MicroBatches:
         aliases: Aliases,
         random_numbers: RandomNumbers,
         watches: bool,
-        skips: SkipLayout | None = None,
     ) -> None:
         self._aliases = aliases
         self._m, self._n = len(inputs), len(partitions)
@@ -184,7 +186,7 @@ class MicroBatches:
             ordered=False,
             in_program=True,
             listener=listener,
-            skips=skips,
+            skips=self._layout,
         )
         streams, places = [column.stream for column in self.columns], [column.partition for column in self.columns]
         self.residence = residence_of(aliases, streams, places, listener, watches=watches)

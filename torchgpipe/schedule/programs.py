@@ -13,7 +13,8 @@ Sources:
 - 1F1B: D. Narayanan et al., `PipeDream <https://arxiv.org/abs/1806.03377>`_, 2018, with a flush after each step.
 - Interleaved1F1B: D. Narayanan et al., `Efficient Large-Scale Language Model Training on GPU Clusters
   <https://arxiv.org/abs/2104.04473>`_, 2021.
-- ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023.
+- ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023;
+  where partitions go round the devices, the backward of Interleaved1F1B is split in the same way.
 - V-Half: P. Qi et al., `Pipeline Parallelism with Controllable Memory <https://arxiv.org/abs/2405.15362>`_, 2024.
 - LayerMajor: J. Lamy-Poirier, `Breadth-First Pipeline Parallelism <https://arxiv.org/abs/2211.05953>`_, 2022, but for
   the last partition, which runs backward after each forward, and so holds one micro-batch.
@@ -278,16 +279,18 @@ def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
 
 
 def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return 1F1B with a split backward: device k computes the gradients of weights k backwards later."""
+    """Return 1F1B, or Interleaved1F1B, with a split backward, whose second half device k runs k backwards later."""
+    d = len(set(devices))
+    goes_round = len(devices) > d and list(devices) == [*range(d)] * (len(devices) // d)
+    if not goes_round:
+        _one_block_each("ZeroBubble", devices)
     program = []
-    for k, row in enumerate((_one_f_one_b if len(set(devices)) == len(devices) else _interleaved)(m, devices)):
+    for k, row in enumerate((_interleaved if goes_round else _one_f_one_b)(m, devices)):
         actions, left = list[Action](), deque[Action]()
-        for action in row:
-            if action.kind == "F":
-                actions.append(action)
-                continue
-            actions.append(action._replace(kind="I"))
-            left.append(action._replace(kind="W"))
+        for kind, i, j in row:
+            actions.append(Action("F" if kind == "F" else "I", i, j))
+            if kind == "B":
+                left.append(Action("W", i, j))
             if len(left) > k:
                 actions.append(left.popleft())
         program.append([*actions, *left])
