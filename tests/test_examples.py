@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import torchgpipe
-from tests.distributed.launch import launch, needs_stages
+from tests.distributed.launch import launch
 from torchgpipe.schedule import NAMES
 
 pytestmark = pytest.mark.slow
@@ -98,7 +98,6 @@ def test_ddp() -> None:
     assert nothing == ""
 
 
-@needs_stages
 def test_distributed_language_model_learns_what_the_pipeline_in_one_process_learns(
     tmp_path: Path, example: Example
 ) -> None:

@@ -16,14 +16,10 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["Crash", "launch", "needs_stages"]
-
-#: On a test of a DistributedGPipe.
-needs_stages = pytest.mark.skipif(torch.__version__ < "2.13", reason="stages need PyTorch 2.13")
+__all__ = ["Crash", "launch"]
 
 # the server of `torch.multiprocessing`
 _SERVER = multiprocessing.get_context("forkserver")

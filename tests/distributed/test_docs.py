@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import torchgpipe
 from tests import snippets
-from tests.distributed.launch import launch, needs_stages
+from tests.distributed.launch import launch
 from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
-pytestmark = [pytest.mark.slow, needs_stages]
+pytestmark = pytest.mark.slow
 
 PAGE = Path(torchgpipe.__file__).parent.parent / "docs" / "scaling.rst"
 

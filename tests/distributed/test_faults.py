@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from tests.distributed.launch import launch, needs_stages
+from tests.distributed.launch import launch
 from tests.distributed.models import data, mlp
 from torchgpipe.distributed import DistributedGPipe
 
-pytestmark = [pytest.mark.slow, needs_stages]
+pytestmark = pytest.mark.slow
 
 
 class Faulty(nn.Module):

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.launch import launch, needs_stages
+from tests.distributed.launch import launch
 from tests.distributed.models import cross_entropy, everything, tokens, weigh
 from torchgpipe import GPipe
 from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
-pytestmark = [pytest.mark.slow, needs_stages]
+pytestmark = pytest.mark.slow
 
 
 def wrapped(balance: list[int], dropout: float = 0.0, **options: Any) -> DistributedGPipe:

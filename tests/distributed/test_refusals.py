@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from torch.torch_version import TorchVersion
 
-from tests.distributed.launch import launch, needs_stages
+from tests.distributed.launch import launch
 from tests.distributed.models import data, mlp
 from torchgpipe.distributed import DistributedGPipe
 
-pytestmark = [pytest.mark.slow, needs_stages]
+pytestmark = pytest.mark.slow
 
 ERRORS = (AttributeError, ValueError, TypeError, RuntimeError)
 
@@ -43,13 +42,12 @@ def named() -> nn.Sequential:
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": "2F2B"}, "must be one of GPipe, 1F1B, Interleaved1F1B, ZeroBubble, or PyTorch's name .* got '2F2B'"),
+    ({"schedule": "2F2B"}, "must be one of GPipe, 1F1B, Interleaved1F1B, ZeroBubble, .* got '2F2B'"),
     ({"balance": [2, 2, 2]}, "3 partitions in the balance and 2 processes"),
     ({"balance": [2, 2, 2], "schedule": "Interleaved1F1B"}, "but there are 3 partitions and 2 processes"),
-    ({"balance": [1, 2, 2, 1], "schedule": "InterleavedZeroBubble"}, "use checkpoint='never'"),
+    ({"balance": [1, 1, 1, 1, 1, 1], "schedule": "V-Half"}, "V-Half wants"),
     ({"checkpoint": "sometimes"}, "'sometimes'"),
     ({"chunks": 0}, "chunks must be positive integer, but got 0"),
-    ({"chunks": 1}, "1"),
 ]
 
 
@@ -108,7 +106,6 @@ def settings_that_are_changed_later() -> None:
     for name, value, message in (
         ("balance", [6], "balance of a DistributedGPipe cannot be set"),
         ("chunks", 0, "chunks must be positive integer, but got 0"),
-        ("chunks", 1, r"microbatches \(1\) must be greater"),
         ("checkpoint", "nevr", "'nevr'"),
     ):
         refuses(lambda name=name, value=value: setattr(model, name, value), message)  # type: ignore[misc]
@@ -130,11 +127,3 @@ def all_of_them() -> None:
 
 def test_what_does_not_fit_raises_in_all_processes() -> None:
     launch(2, all_of_them)
-
-
-def test_a_release_whose_stages_lack_something_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cpu"))
-    with pytest.raises(
-        RuntimeError, match=r"needs PyTorch 2\.13 or later.* this is 2\.12\.1\+cpu\. GPipe and pipelined"
-    ):
-        DistributedGPipe(nn.Sequential(nn.Linear(1, 1)), [1])

@@ -60,7 +60,8 @@ def test_no_program_deadlocks(name: ScheduleName) -> None:
 @given(n=st.integers(1, 4), laps=st.integers(1, 4), m=st.integers(1, 20))
 def test_any_number_of_laps(n: int, laps: int, m: int) -> None:
     places = [*range(n)] * laps
-    verify(program("Interleaved1F1B", m, places), m, places)
+    for name in ("Interleaved1F1B", "ZeroBubble"):
+        verify(program(name, m, places), m, places)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
@@ -83,6 +84,8 @@ def test_bubbles_and_peaks_are_those_of_the_papers(n: int, rounds: int) -> None:
     assert bubble("Interleaved1F1B") == pytest.approx((n - 1) / (2 * m))
     assert bubble("ZeroBubble") == pytest.approx((n - 1) / (3 * m))
     assert peaks("ZeroBubble") == [n] * n
+    round_twice = simulate(program("ZeroBubble", m, [*range(n)] * 2))
+    assert round_twice.seconds / round_twice.busy[0] - 1 < bubble("Interleaved1F1B") or n == 1
     # Of V-Half, a partition is half of a device's layers, and 1F1B holds 2n halves.
     assert max(peaks("V-Half")) <= n + 3
     assert bubble("V-Half") <= bubble("1F1B") or n == 1
@@ -121,7 +124,7 @@ def test_neighbouring_partitions_on_one_device_run_as_one() -> None:
         ("2F2B", [0, 1], "schedule must be one of GPipe, .*, V-Half, LayerMajor, or a program, but got '2F2B'"),
         ("1F1B", [0, 1, 0], r"next to each other, .* \[0, 1, 0\]; .* \['GPipe', 'LayerMajor'\]"),
         ("ZeroBubble", [0, 1, 1, 0], r"next to each other, .* \[0, 1, 0\]; .* \['GPipe', 'V-Half', 'LayerMajor'\]"),
-        ("1F1B", [0, 1, 0, 1], r"\['GPipe', 'Interleaved1F1B', 'LayerMajor'\]"),
+        ("1F1B", [0, 1, 0, 1], r"\['GPipe', 'Interleaved1F1B', 'ZeroBubble', 'LayerMajor'\]"),
         ("Interleaved1F1B", [0, 1, 1, 0], r"go round the devices, .* \[0, 1, 0\]; give devices=\[a, b, a, b\]"),
         ("V-Half", [0, 1, 0, 1], r"placed like a V, .* \[0, 1, 0, 1\]; give devices=\[a, b, b, a\]"),
     ],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.cell.cell import Cell, Export
+from torchgpipe.cell.cell import Cell
 from torchgpipe.cell.layers_column import LayersColumn
 from torchgpipe.devices.torch_internals import current_pass, forget_parametrizations, gradient_hooks, will_run
 from torchgpipe.devices.typing import Leaf, Leaves
@@ -106,7 +106,7 @@ class LayersCell(Cell):
                 # others, only the second run can tell.
                 frozen = [id(leaf) for leaf in leaves if leaf is not None and not leaf.requires_grad]
                 self.exports = [
-                    Export(None, number)
+                    self.kind_of_export(None, number)
                     if output is not None
                     and (output.is_floating_point() or output.is_complex())
                     and id(output) not in frozen
@@ -119,7 +119,9 @@ class LayersCell(Cell):
                     outputs = self.compute(self._enter(leaves))
                     column.forget_casts()
                     forget_parametrizations()
-                self.exports = [None if edge is None else Export(edge, number) for edge in _edges_of(outputs)]
+                self.exports = [
+                    None if edge is None else self.kind_of_export(edge, number) for edge in _edges_of(outputs)
+                ]
         return tuple([None if output is None else output.detach() for output in outputs])
 
     def _enter(self, leaves: Leaves) -> Leaves:

@@ -592,12 +592,11 @@ def default_store() -> Any:
 def timeout_of(group: Any) -> timedelta:
     """Return how long the processes of a group wait for each other.
 
-    Groups that a pipeline makes of the same processes wait as long. Since 2.6. Without it, the caller would have to
-    give the timeout of the process group again.
+    Groups beside it, which a pipeline makes for itself, wait as long. Since 2.0. Asking the caller for the timeout once
+    more could take its place.
     """
-    backend = next(iter([group._get_backend(device) for device in group._device_types]))
-    timeout: timedelta = backend.options._timeout
-    return timeout
+    result: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return result
 
 
 def fake_tensor_mode() -> Any:

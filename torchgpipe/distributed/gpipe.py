@@ -1,45 +1,50 @@
-"""Train over several processes with a module that holds the layers of its own stages.
+"""Train over several processes with a module that holds the layers of its own partitions.
 
 A step, in every process:
 
 1. Split the input into micro-batches, as in one process.
-2. Find the shapes at all boundaries. For new shapes, make a schedule of PyTorch's.
+2. Find the forms of all that crosses between partitions, for new shapes on tensors without data.
 3. Agree with all processes that they have prepared the same step, and on the weight of all targets. Only then send.
-4. Run the stages of this process under the schedule, forward and backward.
-5. Add up the gradients of the replicas, and receive the loss from the last stage.
+4. Run the own part of the schedule's program, forward and backward.
+5. Add up the gradients of the replicas, and receive the loss from the last partition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchgpipe.cell.layers_column import Mechanisms
 from torchgpipe.devices.device import canonical_device, default_device
 from torchgpipe.devices.typing import Device
-from torchgpipe.distributed.fake_model import FakeModel
-from torchgpipe.distributed.outputs import Outputs
-from torchgpipe.distributed.preparation import Preparation
-from torchgpipe.distributed.prepared_step import PreparedStep
-from torchgpipe.distributed.processes import Processes
-from torchgpipe.distributed.schedules import ScheduleName, name_of, verify_fit, verify_schedule
-from torchgpipe.distributed.stage import StepCall, verify_release
-from torchgpipe.distributed.step_gradients import StepGradients
+from torchgpipe.distributed.forms import Forms
+from torchgpipe.distributed.micro_batches import Crossings, RemoteMicroBatches, part_of_program
+from torchgpipe.drive.step import run_step
+from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.clip import clip_grad_norm
+from torchgpipe.gradients.replicas import MeshReplicas
 from torchgpipe.model import microbatch
+from torchgpipe.model.given import order_of
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
+from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
-from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_chunks
+from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
 from torchgpipe.norms.deferred import DeferredBatchNorm
 from torchgpipe.norms.mini_batch import mini_batch
+from torchgpipe.processes.processes import Processes
+from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
+from torchgpipe.schedule.programs import NAMES, ScheduleName, program_of, usual_places
 from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.verify import verify_skippables
 
@@ -60,16 +65,16 @@ class DistributedGPipe(nn.Module):
             optimizer.step()
             optimizer.zero_grad()
 
-    The stages and their schedules are those of ``torch.distributed.pipelining``. Micro-batches, skips, checkpointing,
-    batch norms and names are those of :class:`~torchgpipe.GPipe`; losses and gradients are those of the plain model.
+    Schedules, micro-batches, skips, checkpointing, batch norms, random numbers and names are those of
+    :class:`~torchgpipe.GPipe`; losses and gradients are those of the plain model.
 
     Args:
         module: the model; this process keeps the layers of its own partitions
         balance: the number of layers in each partition. There is one partition for each process of a pipeline or,
             for the interleaved schedules, the same number of partitions for each.
         chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
-        schedule: the name of a schedule, as in :class:`~torchgpipe.GPipe`: ``'GPipe'`` or ``'1F1B'``; with several
-            partitions in each process ``'GPipe'``, ``'Interleaved1F1B'`` or ``'ZeroBubble'``. PyTorch's own names,
+        schedule: the name of a schedule, as in :class:`~torchgpipe.GPipe`; with several partitions in each process
+            ``'GPipe'``, ``'Interleaved1F1B'``, ``'ZeroBubble'``, ``'V-Half'`` or ``'LayerMajor'``. PyTorch's own names,
             ``'LoopedBFS'`` and ``'InterleavedZeroBubble'``, are taken as well.
         checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
         loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
@@ -78,7 +83,7 @@ class DistributedGPipe(nn.Module):
         deferred_batch_norm: as in :class:`~torchgpipe.GPipe`
         mesh: the processes, (stages,) or (replicas, stages) (default: one pipeline of all processes)
         device: where this process computes (default: its current accelerator, or the CPU if there is none)
-        timeout: how long a process waits for another before it raises (default: the timeouts of the groups of
+        timeout: how long a process waits for another before it raises (default: the timeout of the groups of
             ``mesh``, or of the process group)
 
     Attributes:
@@ -92,7 +97,7 @@ class DistributedGPipe(nn.Module):
         TypeError: ``module`` is not a :class:`~torch.nn.Sequential`, or ``chunks`` is not an integer.
         ValueError: the balance does not fit the module or the processes, another argument is out of its range, or
             partitions share a parameter.
-        RuntimeError: there is no process group, or PyTorch is older than 2.13.
+        RuntimeError: there is no process group.
     """
 
     def __init__(
@@ -111,35 +116,39 @@ class DistributedGPipe(nn.Module):
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
-        verify_release()
         verify_module(module)
         verify_skippables(module)
         self._balance = verify_balance(balance, len(module))
-        self._processes = processes = Processes(mesh, timeout, len(self.balance))
-        self._schedule = verify_schedule(schedule, len(self.balance), processes.size)
-        self._chunks, self._checkpoint = verify_chunks(chunks), verify_fit(checkpoint, self._schedule)
+        if mesh is None:
+            mesh = _all_processes()
+        self._processes = Processes(mesh, timeout, "stage")
+        self._schedule, self._processes.owners = _placed(schedule, len(self._balance), self._processes.size)
+        self._chunks, self._checkpoint = verify_chunks(chunks), verify_checkpoint(checkpoint)
         self.device = default_device() if device is None else canonical_device(device)
-        self.stages = processes.stages
+        self.stages = [j for j in range(len(self._balance)) if self._processes.is_mine(j)]
         self.training = module.training
         verify_loss(loss_fn, weight, None)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
+        self._mechanisms, self._lock = Mechanisms(), StepLock()
+        self._replicas = MeshReplicas(self._processes, self.device)
+        #: How often layers have drawn random numbers that were known to draw none.
+        self._surprises = 0
         self._partitions: list[Partition] = []
         verify_names(self, module)
 
-        self._fake = FakeModel(module, self.balance, self.device)
+        self._forms = Forms(module, self._balance, self.device)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        partitions = split(layers_of(module), self.balance)
+        partitions = split(layers_of(module), self._balance)
+        self._skips = SkipLayout([list(each.modules()) for each in partitions])
         verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
         self._partitions = [partitions[j] for j in self.stages]
         place(self._partitions, [self.device] * len(self.stages))
-        for partition in self._partitions:
-            for name, layer in partition._modules.items():
+        for own in self._partitions:
+            for name, layer in own._modules.items():
                 self.add_module(name, layer)
-        self._preparation = Preparation(self._schedule, self._fake, self._partitions, processes, self.device)
-        self._preparation.verify(self.chunks)
 
     @property
     def balance(self) -> list[int]:
@@ -157,13 +166,11 @@ class DistributedGPipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        chunks = verify_chunks(chunks)
-        self._preparation.verify(chunks)
-        self._chunks = chunks
+        self._chunks = verify_chunks(chunks)
         if self._defers:
             for norm in self.modules():
                 if isinstance(norm, DeferredBatchNorm):
-                    norm.chunks = chunks
+                    norm.chunks = self._chunks
 
     @property
     def checkpoint(self) -> CheckpointMode:
@@ -172,13 +179,13 @@ class DistributedGPipe(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
-        self._checkpoint = verify_fit(checkpoint, self._schedule)
+        self._checkpoint = verify_checkpoint(checkpoint)
 
     def extra_repr(self) -> str:
         """Return the balance and the settings, which ``repr(model)`` shows before the layers of this process."""
         return (
             f"balance={self._balance}, stages={self.stages}, device='{self.device}', chunks={self._chunks}, "
-            f"schedule='{name_of(self._schedule)}', checkpoint={self._checkpoint!r}"
+            f"schedule='{self._schedule}', checkpoint={self._checkpoint!r}"
         )
 
     def step(self, input: Any, target: Any = None) -> Tensor:
@@ -206,22 +213,12 @@ class DistributedGPipe(nn.Module):
         loss_fn, weight = self._loss
         if loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
-        processes, backward = self._processes, torch.is_grad_enabled()
+        processes = self._processes
         mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.device)
         with processes.at_step():
-            processes.step += 1
-            prepared = self._prepare(input, mean, backward)
-            gradients = StepGradients(self.parameters() if backward else [], processes.replica_group, self.device)
-            try:
-                gradients.begin()
-                self._run(prepared, mean)
-                with processes.exchanging("the gradients of the replicas", processes.replica_group):
-                    gradients.end()
-            except BaseException:
-                gradients.undo()
-                raise
+            self._run(input, mean)
             loss = mean.sum().double()  # A process without the last stage does not know another dtype.
-            processes.receive_from_last(loss, "the loss")
+            processes.broadcast(loss, processes.last, "the loss")
             processes.add_replicas(loss, "the loss of the replicas")
         return loss
 
@@ -240,17 +237,15 @@ class DistributedGPipe(nn.Module):
         Raises:
             Exception: as in :meth:`step`
         """
-        processes, outputs = self._processes, Outputs(self.device)
-        with processes.at_step():
-            processes.step += 1
-            prepared = self._prepare(input, outputs, backward=False)
-            self._run(prepared, outputs)
+        outputs = _Outputs()
+        with self._processes.at_step():
+            forms = self._run(input, outputs)
             if not (self._is_last or gather):
                 return None
-            batches = outputs.batches(prepared.outputs)
+            batches = [outputs.batches.get(i) or _empty(of[-1]) for i, of in enumerate(forms)]
             if gather:
                 for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
-                    processes.receive_from_last(leaf, "the output")
+                    self._processes.broadcast(leaf, self._processes.last, "the output")
             return (microbatch.gather if microbatch.window_of(input) is None else microbatch.values_of)(batches)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -263,15 +258,14 @@ class DistributedGPipe(nn.Module):
         Returns:
             the norm before clipping, in every process
         """
-        pipeline, parameters = self._processes.pipeline_group, [*self.parameters()]
-
-        def gather(norm: Tensor) -> list[Tensor]:
-            norms = [torch.empty_like(norm, device=self.device) for _ in range(self._processes.size)]
-            dist.all_gather(norms, norm.to(self.device), group=pipeline)
-            return norms
-
-        with self._processes.at_step(), self._processes.exchanging("the norm of the gradients", pipeline):
-            return clip_grad_norm(parameters, parameters, max_norm, norm_type, gather)
+        parameters = [*self.parameters()]
+        return clip_grad_norm(
+            parameters,
+            parameters,
+            max_norm,
+            norm_type,
+            lambda norm: self._processes.gather(norm, "the norm of the gradients"),
+        )
 
     @property
     def place(self) -> str:
@@ -295,33 +289,109 @@ class DistributedGPipe(nn.Module):
     def _is_last(self) -> bool:
         return self.stages[-1] == len(self.balance) - 1
 
-    def _prepare(self, input: Any, ending: MeanLoss | Outputs, backward: bool) -> PreparedStep:
-        """Prepare a step, and wait until all processes are ready for it."""
-        try:
-            # Only the first stage reads the values of the input.
-            where = self.device if 0 in self.stages else torch.device("meta")
-            inputs = microbatch.scatter((input,), self.chunks, where)
-            weight = ending.prepare(inputs) if self._is_last else 0.0
-            prepared = self._preparation.step(
-                self, inputs, backward=backward, chunks=self.chunks, checkpoint=self.checkpoint
+    def _run(self, input: Any, ending: MeanLoss | _Outputs) -> Sequence[Sequence[Batch]]:
+        """Prepare a step, run it when all processes are ready for it, and return the forms of what has crossed."""
+        processes, partitions, training = self._processes, self._partitions, self.training
+        # Only the first stage reads the values of the input.
+        where = self.device if 0 in self.stages else torch.device("meta")
+        inputs = microbatch.scatter((input,), self._chunks, where)
+        m = len(inputs)
+        weight = ending.prepare(inputs) if self._is_last else 0.0
+        for partition in partitions:  # Layers may have been replaced.
+            partition.follow(layers_of(self), training)
+        forms, checksum = self._forms.of(inputs, self)
+        order = order_of(microbatch.window_of(input))
+        program = part_of_program(
+            self._schedule, m, tuple(processes.owners), processes.rank, None if order is None else tuple(order)
+        )
+        settings = self._schedule, self._balance, self._chunks, self._checkpoint, order
+        checksum = zlib.crc32(str(settings).encode(), checksum)
+        # Whether the layers draw is known for the modes of all processes together. Seeds go from the first one on.
+        modes, ending.total = processes.agree(checksum, hash((modes_of(self), self._surprises)), weight)
+        numbers = RandomNumbers(self, [self.device], tuple(modes))
+        stop = checkpoint_stop(self._checkpoint, m) if training else 0
+        with mini_batch(m, self, processes.replica_group):
+            run_step(
+                partitions,
+                [self.device] * len(partitions),
+                inputs,
+                program,
+                ending.finish,
+                self._mechanisms,
+                gather=lambda: None,
+                checkpointed=[stop] * len(partitions),
+                backward=torch.is_grad_enabled(),
+                replicas=self._replicas,
+                schedule=self._schedule,
+                lock=self._lock,
+                random_numbers=numbers,
+                kind=partial(RemoteMicroBatches, Crossings(processes, self._skips, forms)),
             )
-        except Exception:
-            self._processes.agree(0, 0.0, self.device, failed=True)
-            raise
-        ending.total = self._processes.agree(prepared.checksum, weight, self.device, failed=False)
-        prepared.inputs = inputs
-        return prepared
+        self._surprises += numbers.is_surprised
+        return forms
 
-    def _run(self, prepared: PreparedStep, ending: MeanLoss | Outputs) -> None:
-        """Run a prepared step on the layers that the model has now, which may have been replaced."""
-        m = len(prepared.inputs)
-        stop = checkpoint_stop(self.checkpoint, m) if self.training else 0
-        layout = SkipLayout([list(partition.modules()) for partition in self._fake.partitions])
-        for partition in self._partitions:
-            partition.follow(layers_of(self), self.training)
-        try:
-            with mini_batch(m, self, self._processes.replica_group):
-                prepared.run(StepCall(prepared.inputs, stop, ending.finish), layout, self._processes)
-        except BaseException:
-            self._preparation.clear()  # PyTorch's stages have stopped in the middle.
-            raise
+
+class _Outputs:
+    """The outputs of a mini-batch that has no loss; see `MeanLoss`."""
+
+    total = 0.0
+
+    def __init__(self) -> None:
+        self.batches: dict[int, Batch] = {}
+
+    def prepare(self, inputs: list[Batch]) -> float:
+        return 0.0
+
+    def finish(self, i: int, output: Batch) -> Tensor:
+        self.batches[i] = output
+        return torch.zeros(1)
+
+
+def _empty(form: Batch) -> Batch:
+    """Return a batch of this form to receive another process's."""
+    leaves = [x if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in form.leaves]
+    return form.replace(tuple(leaves))
+
+
+def _all_processes() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "DistributedGPipe needs a process group: call torch.distributed.init_process_group(...) first, in every "
+            "process, which torchrun starts; in a single process, use GPipe"
+        )
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+#: Names that PyTorch has for schedules.
+_THEIRS = {"loopedbfs": "GPipe", "interleavedzerobubble": "ZeroBubble"}
+
+
+def _placed(name: str, partitions: int, processes: int) -> tuple[ScheduleName, list[int]]:
+    """Return the name of a schedule as it is written, and the process of each partition under it.
+
+    Args:
+        name: the name in any case
+        partitions: the number of partitions
+        processes: the number of processes
+
+    Raises:
+        ValueError: there is no such schedule, or it does not fit the numbers of partitions and processes.
+    """
+    known = {**{each.lower(): each for each in NAMES}, **_THEIRS}
+    if name.lower() not in known:
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, but got {name!r}")
+    schedule = cast(ScheduleName, known[name.lower()])
+    if schedule == "1F1B" and partitions > processes:
+        raise ValueError(
+            f"1F1B has one stage in each process, but there are {partitions} partitions in the balance and "
+            f"{processes} processes in a pipeline; for several stages in each, use schedule='Interleaved1F1B'"
+        )
+    if partitions % processes:
+        raise ValueError(
+            f"the number of partitions must be a multiple of the number of processes in a pipeline, but there are "
+            f"{partitions} partitions and {processes} processes; change the balance"
+        )
+    usual = usual_places(schedule, processes)
+    places = usual if len(usual) == partitions else [j % processes for j in range(partitions)]
+    program_of(schedule, 1, places)  # Refuses what does not fit.
+    return schedule, places

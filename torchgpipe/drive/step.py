@@ -39,10 +39,11 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule
+from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.transport.route import Route, copy_forward, mark_ready
 
-__all__ = ["run_step"]
+__all__ = ["LastCell", "MicroBatches", "run_step"]
 
 #: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
 Finish: TypeAlias = Callable[[int, Batch], Tensor]
@@ -65,6 +66,7 @@ def run_step(
     random_numbers: RandomNumbers,
     host_memory: HostMemory | None = None,
     watches: bool = False,
+    kind: Callable[..., MicroBatches] | None = None,
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -84,6 +86,7 @@ def run_step(
         random_numbers: the random numbers of the mini-batch
         host_memory: transfers weights to devices, if they live in host memory
         watches: whether to verify each operation on weights that live in host memory
+        kind: makes the micro-batches; None for those of one process
 
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
@@ -94,7 +97,7 @@ def run_step(
             listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
             offloads = host_memory is not None
             # A listener hears of each partition.
-            apart = listener is not None or offloads
+            apart = listener is not None or offloads or kind is not None
             joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
             views = tuple(map(tuple, views_of_each(partitions)))
             facts = facts_of(schedule, partitions, checkpointed, backward=backward)
@@ -117,7 +120,7 @@ def run_step(
 
         def work() -> Any:
             with aliases.installed():
-                cells = _MicroBatches(
+                cells = (kind or MicroBatches)(
                     joined,
                     devices,
                     modules,
@@ -137,7 +140,7 @@ def run_step(
         return with_gradients(aliases, work, replicas) if backward else work()[0]
 
 
-class _MicroBatches:
+class MicroBatches:
     """The cells of a step, and what travels between them. See `run_step` for the arguments.
 
     Attributes:
@@ -145,6 +148,9 @@ class _MicroBatches:
         columns: the columns, one for each view, or for several that are joined
         residence: which tensors are on their devices
     """
+
+    #: The skips of the columns, if some of them come from other processes or go there.
+    _layout: SkipLayout | None = None
 
     def __init__(
         self,
@@ -180,6 +186,7 @@ class _MicroBatches:
             ordered=False,
             in_program=True,
             listener=listener,
+            skips=self._layout,
         )
         streams, places = [column.stream for column in self.columns], [column.partition for column in self.columns]
         self.residence = residence_of(aliases, streams, places, listener, watches=watches)
@@ -211,13 +218,15 @@ class _MicroBatches:
     def run(self, executor: Executor, agenda: Agenda) -> None:
         """Run all actions."""
         executor.run(agenda, self.ambient)
+        self._end()
+
+    def _end(self) -> None:
         self._random_numbers.end(counts=self._has_rows, recomputes=self._recomputed)
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`."""
-        column, is_last = self.columns[j], j == self._n - 1
-        last = _LastCell(i, column, self._finish, self._backward) if is_last else None
-        cell = last or LayersCell(i, column)
+        column, cell = self.columns[j], self._new_cell(i, j)
+        last = cell if isinstance(cell, LastCell) else None
         try:
             batch, values, sources = self._values.pop((i, j))
             leaves = _arrived(column.arriving, i, values)
@@ -249,9 +258,9 @@ class _MicroBatches:
                 return
             width = len(outputs) - len(column.sending)
             for portal, leaf, end in zip(column.sending, outputs[width:], exports[width:]):
-                (skip,) = self._keep((leaf,), i, j, "F", self._poppers[portal.key])
+                (skip,) = self._keep((leaf,), i, j, "F", self._poppers.get(portal.key, j))
                 self._skips[i, portal.key] = skip, None if end is None else (portal.route, end)
-            route = self.columns[j + 1].arriving
+            route = self.columns[j + 1].arriving if j + 1 < self._n else None
             self._values[i, j + 1] = (
                 cell.end(()),
                 self._keep(outputs[:width], i, j, "F", j + 1),
@@ -260,6 +269,12 @@ class _MicroBatches:
         except BaseException as error:
             column.note(error, i, "forward")
             raise
+
+    def _new_cell(self, i: int, j: int) -> LayersCell:
+        """Return a new cell: a `LastCell` in the last column."""
+        if j < self._n - 1:
+            return LayersCell(i, self.columns[j])
+        return LastCell(i, self.columns[j], self._finish, self._backward)
 
     def _run(self, cell: LayersCell, leaves: Leaves, *, recomputes: bool) -> Leaves:
         """Run the layers of a cell, keep the input of one that runs again, and return the outputs.
@@ -325,7 +340,7 @@ def _arrived(route: Route | None, i: int, kept: Sequence[Kept]) -> Leaves:
     return tuple([restored(one) if leaf is None else leaf for one, leaf in zip(kept, moved)])
 
 
-class _LastCell(LayersCell):
+class LastCell(LayersCell):
     """A cell of the last partition, which computes the loss once.
 
     If the cell keeps its graph, the loss ends that. If it runs again, the loss has a graph of its own, which is

@@ -39,7 +39,6 @@ from torchgpipe.frames.visitors import RecomputationVisitor
 from torchgpipe.frames.weights import add_shared
 from torchgpipe.model.values import each
 from torchgpipe.offload.residence import residence_of
-from torchgpipe.processes.tags import NUMBERS, tag_of
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
@@ -131,7 +130,7 @@ class MiniBatch:
 
     def _new_cell(self, i: int, column: Column) -> Cell:
         processes = self.columns.processes
-        return Cell(i, column) if processes is None else RemoteCell(i, column, processes)
+        return Cell(i, column) if processes is None else RemoteCell(processes, i, column)
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -272,10 +271,7 @@ class MiniBatch:
         if processes is None or not isinstance(frame, RemoteFrame) or not numbers.following(columns.devices[j]):
             yield
             return
-        if j and not columns.is_mine(j - 1):
-            source = processes.owners[j - 1]
-            with processes.exchanging(f"the random state of micro-batch {i}", [source]):
-                numbers.state(i).update(processes.messages.hear(source, tag_of(NUMBERS, i, j)))
+        processes.take_numbers(numbers.state(i), i, j)
         yield
         frame.hand_on_numbers(j, numbers.state(i))
 

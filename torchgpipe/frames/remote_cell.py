@@ -8,11 +8,11 @@ gradients of what it has received.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export, Source
-from torchgpipe.cell.column import Column
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.graph.function import Edge
 from torchgpipe.offload.host_copies import Kept
@@ -63,20 +63,17 @@ class FromColumn(Arrival):
 
 
 class RemoteCell(Cell):
-    """See `Cell`.
+    """See `Cell`. Another kind of cell may be a second base, so this one has no slots.
 
     Args:
-        i: the micro-batch
-        column: the column
         processes: the processes
+        others: the arguments of the other kind of cell
     """
-
-    __slots__ = ("_processes", "_received", "_sent")
 
     kind_of_export = RemoteExport
 
-    def __init__(self, i: int, column: Column, processes: Processes) -> None:
-        super().__init__(i, column)
+    def __init__(self, processes: Processes, *others: Any) -> None:
+        super().__init__(*others)
         self._processes = processes
         #: By the column that has received them, the exports that were sent, with their forms.
         self._sent: dict[int, list[tuple[RemoteExport, Form]]] = {}
@@ -93,20 +90,26 @@ class RemoteCell(Cell):
         """Return what the gradient of a tensor arrives at from a column of this process."""
         return FromColumn(self.export(tensor), column)
 
-    def note_sent(self, column: int, tensor: Tensor, form: Form) -> None:
-        """Note that a tensor was sent to a column of another process."""
-        self._sent.setdefault(column, []).append((self.export(tensor), form))
+    def note_sent(self, column: int, export: RemoteExport, form: Form) -> None:
+        """Note that an export was sent to a column of another process."""
+        self._sent.setdefault(column, []).append((export, form))
 
-    def note_received(self, home: int, form: Form) -> Source:
-        """Return where the gradient of the next import goes, which was received from column ``home``."""
-        self._received.setdefault(home, []).append((len(self.sources), form))
+    def note_received(self, home: int, form: Form, number: int | None = None) -> Source:
+        """Return where the gradient of an import goes, the next one if no number says which.
+
+        Args:
+            home: the column that it was received from
+            form: its form
+            number: its number
+        """
+        self._received.setdefault(home, []).append((len(self.sources) if number is None else number, form))
         return None, Arrival()
 
     def arrived(self) -> list[Leaf]:
         """See `Cell.arrived`; what comes from other processes is received."""
         for c in sorted(self._sent, reverse=True):
             exports, forms = zip(*self._sent[c])
-            source, tag = self._processes.owners[c], self._tag(self.column.j, c)
+            source, tag = self._processes.owners[c], self._tag(self.column.partition, c)
             what = f"the gradient of micro-batch {self.i} of partition {c}"
             with self._processes.exchanging(what, [source]):
                 grads = self._processes.messages.receive_gradients(forms, source, tag)
@@ -114,15 +117,16 @@ class RemoteCell(Cell):
                 export.add_from(c, grad)
         return super().arrived()
 
-    def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
+    def differentiate(self, grads: Sequence[Leaf], *, keep_graph: bool = False, **others: Any) -> list[Leaf]:
         """See `Cell.differentiate`; the gradients of what was received are sent, and not returned."""
-        result = super().differentiate(grads, split=split, keep_graph=keep_graph)
+        result = super().differentiate(grads, keep_graph=keep_graph, **others)
         for a in sorted(self._received, reverse=True):
             numbers, forms = zip(*self._received[a])
             mine = [result[number] if result else None for number in numbers]
             for number in numbers if result else ():
                 result[number] = None
-            self._processes.messages.send_gradients(mine, forms, self._processes.owners[a], self._tag(a, self.column.j))
+            tag = self._tag(a, self.column.partition)
+            self._processes.messages.send_gradients(mine, forms, self._processes.owners[a], tag)
         if not keep_graph:
             self._sent, self._received = {}, {}
         return result

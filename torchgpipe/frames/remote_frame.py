@@ -34,7 +34,7 @@ from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import StandIn, form_of
-from torchgpipe.processes.tags import NUMBERS, TENSORS, VALUES, tag_of
+from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
 
@@ -173,7 +173,8 @@ class RemoteImports(Imports):
         if source == processes.rank:
             self._send(tensor, target, number)
             if records:
-                self._cell(home).note_sent(column, tensor, form)
+                cell = self._cell(home)
+                cell.note_sent(column, cell.export(tensor), form)
         return StandIn(form, column, tensor.requires_grad)
 
     def _cell(self, column: int) -> RemoteCell:
@@ -221,12 +222,10 @@ class RemoteFrame(Frame):
 
     def hand_on_numbers(self, j: int, states: dict[bool, Tensor]) -> None:
         """Leave the states of generators behind column ``j`` to the process of the next one, unless that was done."""
-        columns = self._columns
-        if j in self._handed_on or j + 1 == len(columns) or columns.is_mine(j + 1):
-            return
-        self._handed_on.add(j)
-        assert columns.processes is not None
-        columns.processes.messages.tell(dict(states), [columns.processes.owners[j + 1]], tag_of(NUMBERS, self.i, j + 1))
+        if j not in self._handed_on:
+            self._handed_on.add(j)
+            assert self._columns.processes is not None
+            self._columns.processes.leave_numbers(states, self.i, j)
 
     def go_to(self, column: int, name: str) -> None:
         """See `Frame.go_to`."""

@@ -79,7 +79,7 @@ class Together:
             )
         checksum = self._checksum((kind, torch.is_grad_enabled(), described([tuple(part) for part in parts], [])))
         of_modes = self._checksum((modes, trained))
-        seed, _ = self.processes.agree(zlib.crc32(b"%d %d" % (checksum, of_modes)), numbers.seed, 1.0)
+        (seed, *_), _ = self.processes.agree(zlib.crc32(b"%d %d" % (checksum, of_modes)), numbers.seed, 1.0)
         numbers.begin_with(seed)
         self.doors.use(of_modes)
 

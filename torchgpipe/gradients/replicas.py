@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.processes.processes import Processes
 
-__all__ = ["Replicas", "add_gradients"]
+__all__ = ["MeshReplicas", "Replicas", "add_gradients"]
 
 #: The bytes of gradients that are reduced at once. More would take more memory, and less would cost latency.
 _BUCKET = 32 * 2**20
@@ -130,6 +131,31 @@ class Replicas:
                 f"replica {rank} of {size} has waited for {what} of the others, in vain: {error}; "
                 "read the errors of the others, and start all of them again from the last checkpoint"
             ) from error
+
+
+class MeshReplicas(Replicas):
+    """The replicas of a pipeline over processes.
+
+    They do not agree on the end of each phase: a process that fails closes its connections, so that none waits for it.
+
+    Args:
+        processes: the processes
+        device: where numbers are exchanged
+    """
+
+    def __init__(self, processes: Processes, device: torch.device) -> None:
+        super().__init__(processes.replica_group, device)
+        self._processes = processes
+
+    @contextmanager
+    def together(self, what: str, exchanged: Callable[[], Sequence[Tensor]] = tuple) -> Iterator[None]:
+        """See `Replicas.together`."""
+        yield
+
+    @contextmanager
+    def _exchanging(self, what: str) -> Iterator[None]:
+        with self._processes.exchanging_with_replicas(f"{what} of the replicas"):
+            yield
 
 
 def add_gradients(parameters: Sequence[Tensor], grads: list[Leaf], group: Any, device: torch.device) -> list[Leaf]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import default_store, timeout_of
 from torchgpipe.processes.messages import Messages
 from torchgpipe.processes.stand_in import form_of
+from torchgpipe.processes.tags import NUMBERS, tag_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,9 +37,12 @@ class Processes:
 
     Args:
         mesh: (stages,) or (replicas, stages)
-        timeout: how long a process waits for another; None for the timeout of the mesh
+        timeout: how long a process waits for another; None for as long as the groups of ``mesh``
+        part: the word for what a process has, in errors
 
     Attributes:
+        replica_group: the processes with the same columns in all replicas; None if there are no others
+        replica: the index of this process's pipeline among its replicas
         rank: the rank of this process in the pipeline
         size: the number of processes of the pipeline
         owners: the rank of each column; set by whoever arranges the columns
@@ -50,18 +54,18 @@ class Processes:
         RuntimeError: there is no process group.
     """
 
-    def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None, part: str = "partition") -> None:
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has {mesh.ndim}")
-        self.replica_group = mesh.get_group(0) if mesh.ndim == 2 else None
         timeout = timeout or timeout_of(mesh.get_group(mesh.ndim - 1))
-        ranks: list[list[int]] = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+        table = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
         make: Any = dist.new_subgroups_by_enumeration
         # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
-        self._control = make(ranks, timeout=timeout, backend="gloo")[0]
-        tensors = make(ranks, timeout=timeout)[0] if "nccl" in dist.get_backend() else self._control
-        self._closed, self._phase = False, ""
-        self._timeout = timeout
+        self._control = make(table.tolist(), timeout=timeout, backend="gloo")[0]
+        tensors = make(table.tolist(), timeout=timeout)[0] if "nccl" in dist.get_backend() else self._control
+        self.replica_group = make(table.T.tolist(), timeout=timeout)[0] if mesh.ndim == 2 else None
+        self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
+        self._part, self._closed, self._phase, self._timeout = part, False, "", timeout
         self.rank, self.size = dist.get_rank(self._control), dist.get_world_size(self._control)
         self.messages = Messages(tensors, self._control)
         self._tensors = tensors
@@ -76,15 +80,10 @@ class Processes:
         raise TypeError("a model over several processes cannot be pickled; save its state_dict()")
 
     @property
-    def replica(self) -> int:
-        """The index of this process's pipeline among its replicas."""
-        return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
-
-    @property
     def place(self) -> str:
         """The rank and the columns of this process, as text."""
         mine = ", ".join([str(j) for j in range(len(self.owners)) if self.is_mine(j)])
-        place = f"rank {dist.get_rank()}, partition {mine} of {len(self.owners)}"
+        place = f"rank {dist.get_rank()}, {self._part} {mine} of {len(self.owners)}"
         return place if self.replica_group is None else f"{place} in replica {self.replica}"
 
     def is_mine(self, j: int) -> bool:
@@ -103,17 +102,17 @@ class Processes:
 
     # --------------------------------------------------------------------------------------------------- before a step
 
-    def agree(self, checksum: int, seed: int, weight: float, *, failed: bool = False) -> tuple[int, float]:
+    def agree(self, checksum: int, number: int, weight: float, *, failed: bool = False) -> tuple[list[int], float]:
         """Wait until all processes are ready for the same step.
 
         Args:
             checksum: a number that is equal for equal steps
-            seed: a seed; that of the first process counts
-            weight: the weight of the mini-batch
+            number: a number to tell the others, such as a seed
+            weight: the weight of the mini-batch; that of the last column's process counts
             failed: whether this process could not prepare the step. The caller raises the error that says why.
 
         Returns:
-            the seed, and the weight of the mini-batches of all replicas
+            the numbers of all processes, by rank, and the weight of the mini-batches of all replicas
 
         Raises:
             RuntimeError: another process has failed, prepares another step, has ended, or does not answer.
@@ -126,20 +125,20 @@ class Processes:
         self.step += 1
         self._phase = "has agreed"
         (bits,) = struct.unpack("q", struct.pack("d", weight))
-        mine = torch.tensor([int(failed), checksum, seed, bits])
+        mine = torch.tensor([int(failed), checksum, number, bits])
         replies = [torch.empty_like(mine) for _ in range(self.size)]
         with self.exchanging("whether all are ready"):
             dist.all_gather(replies, mine, group=self._control)
         rows = torch.stack(replies).tolist()
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
-        (total,) = struct.unpack("d", struct.pack("q", rows[0][3]))
+        (total,) = struct.unpack("d", struct.pack("q", rows[self.last if self.owners else 0][3]))
         together = torch.tensor([len(refused) + len(others), total], dtype=torch.float64)
         self.add_replicas(together, "whether all replicas are ready")
         faults, total = map(float, together.tolist())
         if failed or not faults:
             self._phase = "has failed" if failed else "runs"
-            return rows[0][2], total
+            return [row[2] for row in rows], total
         if refused:
             raise RuntimeError(
                 f"rank {self._ranks(refused)} could not prepare the step, and says why; nothing was sent"
@@ -229,7 +228,7 @@ class Processes:
     def add_replicas(self, tensor: Tensor, what: str) -> None:
         """Add to ``tensor`` its values in all other replicas."""
         if self.replica_group is not None:
-            with self.exchanging(what):
+            with self.exchanging_with_replicas(what):
                 dist.all_reduce(tensor, group=self.replica_group)
 
     def publish(self, key: str, value: bytes) -> None:
@@ -248,6 +247,23 @@ class Processes:
                 time.sleep(0.001)
             value: bytes = self._store.get(f"{self._prefix}/{key}")
             return value
+
+    def take_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
+        """Take over the states of generators behind the column before ``j``, if that is in another process.
+
+        Args:
+            states: the states that micro-batch ``i`` has left, which are changed
+            i: the micro-batch
+            j: the column that begins
+        """
+        if j and not self.is_mine(j - 1):
+            with self.exchanging(f"the random state of micro-batch {i}", [self.owners[j - 1]]):
+                states.update(self.messages.hear(self.owners[j - 1], tag_of(NUMBERS, i, j)))
+
+    def leave_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
+        """Leave the states of generators behind column ``j`` to the process of the next one, if that is another."""
+        if j + 1 < len(self.owners) and not self.is_mine(j + 1):
+            self.messages.tell(dict(states), [self.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
 
     # --------------------------------------------------------------------------------------------------------- failures
 
@@ -289,8 +305,9 @@ class Processes:
         self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
         self._closed = True
         self.messages.forget()
-        for group in {id(group): group for group in (self._tensors, self._control)}.values():
-            dist.destroy_process_group(group)
+        for group in {id(group): group for group in (self._tensors, self._control, self.replica_group)}.values():
+            if group is not None:
+                dist.destroy_process_group(group)
         del self._tensors, self._control, self.messages
 
     @contextmanager
@@ -304,14 +321,22 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
-            self._lost(error, what, self.others if peers is None else peers)
+            self._lost(error, what, self._ranks(self.others if peers is None else peers))
 
-    def _lost(self, error: Exception, what: str, peers: Sequence[int]) -> NoReturn:
+    @contextmanager
+    def exchanging_with_replicas(self, what: str) -> Iterator[None]:
+        """See `exchanging`; the peers are the processes with the same columns in other replicas."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [rank for rank in dist.get_process_group_ranks(self.replica_group) if rank != dist.get_rank()]
+            self._lost(error, what, ", ".join(map(str, others)))
+
+    def _lost(self, error: Exception, what: str, ranks: str) -> NoReturn:
         why = "; ".join(self._failures()) or error
         raise RuntimeError(
-            f"{self.place} has waited in step {self.step} for {what} from rank {self._ranks(peers)}, in vain: {why}; "
-            f"read the error of that process, and start all of them again from the last "
-            "checkpoint"
+            f"{self.place} has waited in step {self.step} for {what} from rank {ranks}, in vain: {why}; read the error "
+            "of that process, and start all of them again from the last checkpoint"
         ) from error
 
     def _failures(self) -> list[str]:

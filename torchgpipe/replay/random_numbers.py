@@ -51,6 +51,7 @@ class RandomNumbers:
 
     Attributes:
         callers_generator: the generator of the CPU, which the caller draws from as well
+        is_surprised: whether the model has drawn, though it was known to draw nothing
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class RandomNumbers:
         #: Which generators follow the micro-batches.
         self._swaps = self._draws or Draws(True, True)
         self._drawn = [False, False]
+        self.is_surprised = False
         #: By micro-batch and kind of generator, the state that the micro-batch has left in its last cell.
         self._states: dict[int, dict[bool, Tensor]] = {}
         self._base = 0
@@ -75,6 +77,11 @@ class RandomNumbers:
             ]
             self._watch = _WatchedGenerators(others)
             self.callers_generator = CallersGenerator()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what the model draws from."""
+        return self._draws is not None
 
     @property
     def drawn(self) -> Draws:
@@ -161,6 +168,7 @@ class RandomNumbers:
             RuntimeError: the model was known to draw nothing, but has drawn; a recomputation may draw other numbers.
         """
         unseen = self._watch.drawn_from()
+        self.is_surprised = bool(unseen)
         draws = Draws(True, True) if unseen else self._draws or self.drawn
         if self._model is not None and (counts or unseen):
             _known.setdefault(self._model, {})[self._modes] = draws

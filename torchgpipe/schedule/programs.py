@@ -13,7 +13,8 @@ Sources:
 - 1F1B: D. Narayanan et al., `PipeDream <https://arxiv.org/abs/1806.03377>`_, 2018, with a flush after each step.
 - Interleaved1F1B: D. Narayanan et al., `Efficient Large-Scale Language Model Training on GPU Clusters
   <https://arxiv.org/abs/2104.04473>`_, 2021.
-- ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023.
+- ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023;
+  where partitions go round the devices, the backward of Interleaved1F1B is split in the same way.
 - V-Half: P. Qi et al., `Pipeline Parallelism with Controllable Memory <https://arxiv.org/abs/2405.15362>`_, 2024.
 - LayerMajor: J. Lamy-Poirier, `Breadth-First Pipeline Parallelism <https://arxiv.org/abs/2211.05953>`_, 2022, but for
   the last partition, which runs backward after each forward, and so holds one micro-batch.
@@ -21,6 +22,7 @@ Sources:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -277,20 +279,21 @@ def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
 
 
 def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return 1F1B with a split backward: device k computes the gradients of weights k micro-batches later."""
-    _one_block_each("ZeroBubble", devices)
-    n = len(devices)
+    """Return 1F1B, or Interleaved1F1B, with a split backward, whose second half device k runs k backwards later."""
+    d = len(set(devices))
+    goes_round = len(devices) > d and list(devices) == [*range(d)] * (len(devices) // d)
+    if not goes_round:
+        _one_block_each("ZeroBubble", devices)
     program = []
-    for k in range(n):
-        actions = []
-        for action in _in_turn(
-            [Action("F", i, k) for i in range(m)], [Action("I", i, k) for i in range(m)], ahead=n - 1 - k
-        ):
-            actions.append(action)
-            if action.kind == "I" and action.i >= k:
-                actions.append(Action("W", action.i - k, k))
-        done = sum(action.kind == "W" for action in actions)
-        program.append(actions + [Action("W", i, k) for i in range(done, m)])
+    for k, row in enumerate((_interleaved if goes_round else _one_f_one_b)(m, devices)):
+        actions, left = list[Action](), deque[Action]()
+        for kind, i, j in row:
+            actions.append(Action("F" if kind == "F" else "I", i, j))
+            if kind == "B":
+                left.append(Action("W", i, j))
+            if len(left) > k:
+                actions.append(left.popleft())
+        program.append([*actions, *left])
     return program
 
 
