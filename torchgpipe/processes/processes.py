@@ -145,10 +145,11 @@ class Processes:
             )
         if others:
             raise RuntimeError(
-                f"rank {self._ranks(others)} prepares another step: the model, the partitions, the schedule, the "
-                "shapes of the arguments, train() or eval(), grad mode, and dtypes and requires_grad of the parameters "
-                "must be the same in all processes: freeze before pipelined(), or by requires_grad_() of the model or "
-                "its modules, as model.parameters() are those of one process. Nothing was sent"
+                f"rank {self._ranks(others)} prepares another step: the model, the balance, the schedule, chunks, "
+                "checkpoint, the shapes of the arguments, train() or eval(), grad mode, and dtypes and requires_grad "
+                "of parameters must be the same in all processes; measure a balance in one process and send it to the "
+                "others, and freeze by requires_grad_() of a module, as model.parameters() are those of one process. "
+                "Nothing was sent"
             )
         raise RuntimeError("another replica could not prepare the step, and says why; nothing was sent")
 
