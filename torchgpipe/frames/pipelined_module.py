@@ -202,7 +202,8 @@ class _Pipelined(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         for tensor in stand_ins_of(self):  # What all processes must agree on.
-            tensor.requires_grad_(requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
 
     @property
