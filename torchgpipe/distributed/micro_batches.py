@@ -12,7 +12,6 @@ straight from the process that stashes them to the process that pops them. Gradi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -107,8 +106,11 @@ class RemoteMicroBatches(MicroBatches):
         self._receive(i, j, stage)
         numbers = self._random_numbers
         draws = numbers.following(self.columns[j].stream.device)  # As in all other processes.
-        with self._processes.passed_on(numbers.state(i), i, stage) if draws else nullcontext():
-            super().forward(i, j, recomputes=recomputes)
+        if draws:
+            self._processes.take_numbers(numbers.state(i), i, stage)
+        super().forward(i, j, recomputes=recomputes)
+        if draws:
+            self._processes.leave_numbers(numbers.state(i), i, stage)
         cell: Any = self._cells.get((i, j))  # None without backward.
         for number, (_, arrival) in enumerate(cell.sources if cell else ()):
             if isinstance(arrival, _Received):

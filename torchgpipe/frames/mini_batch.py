@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -259,12 +259,16 @@ class MiniBatch:
             error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
             raise
 
-    def _numbers_passed_on(self, i: int, j: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _numbers_passed_on(self, i: int, j: int) -> Iterator[None]:
         """Take over the states of generators that another process has left, and leave them to the next one."""
         processes, numbers = self.columns.processes, self.random_numbers
         if processes is None or not numbers.following(self.columns.devices[j]):
-            return nullcontext()
-        return processes.passed_on(numbers.state(i), i, j)
+            yield
+            return
+        processes.take_numbers(numbers.state(i), i, j)
+        yield
+        processes.leave_numbers(numbers.state(i), i, j)
 
     def _run_frame(self, frame: Frame) -> None:
         i = frame.i

@@ -60,8 +60,12 @@ class Processes:
         make: Any = dist.new_subgroups_by_enumeration
         # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
         self._control = make(table.tolist(), timeout=timeout, backend="gloo")[0]
-        tensors = make(table.tolist(), timeout=timeout)[0] if "nccl" in dist.get_backend() else self._control
-        self.replica_group = make(table.T.tolist(), timeout=timeout)[0] if mesh.ndim == 2 else None
+        on_devices = "nccl" in dist.get_backend()
+        tensors = make(table.tolist(), timeout=timeout)[0] if on_devices else self._control
+        self.replica_group: Any = None
+        if mesh.ndim == 2:  # For gradients on their devices, and for numbers of the host.
+            both = "cpu:gloo,cuda:nccl" if on_devices else None
+            self.replica_group = make(table.T.tolist(), timeout=timeout, backend=both)[0]
         self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
         self._part, self._closed, self._phase = part, False, ""
         self.rank, self.size = dist.get_rank(self._control), dist.get_world_size(self._control)
@@ -203,21 +207,16 @@ class Processes:
             value: bytes = self._store.get(f"{self._prefix}/{key}")
             return value
 
-    @contextmanager
-    def passed_on(self, states: dict[bool, Tensor], i: int, j: int) -> Iterator[None]:
-        """Take over states of generators from the column before ``j``, and leave them to the one behind, in a block.
-
-        Args:
-            states: the states that micro-batch ``i`` has left, which are changed
-            i: the micro-batch
-            j: the column that draws in the ``with`` block
-        """
+    def take_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
+        """Take over the states of generators that micro-batch ``i`` has left behind the column before ``j``."""
         if j and not self.is_mine(j - 1):
             with self.exchanging(f"the random state of micro-batch {i}", [self.owners[j - 1]]):
                 states.update(self.messages.hear(self.owners[j - 1], tag_of(NUMBERS, i, j)))
-        yield
+
+    def leave_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
+        """Leave the states of generators behind column ``j`` to the process of the next one."""
         if j + 1 < len(self.owners) and not self.is_mine(j + 1):
-            self.messages.tell(states, [self.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+            self.messages.tell(dict(states), [self.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
 
     # --------------------------------------------------------------------------------------------------------- failures
 
