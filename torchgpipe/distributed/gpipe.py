@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchgpipe.cell.layers_column import Mechanisms
 from torchgpipe.devices.device import canonical_device, default_device
@@ -359,7 +359,8 @@ def _all_processes() -> DeviceMesh:
             "DistributedGPipe needs a process group: call torch.distributed.init_process_group(...) first, in every "
             "process, which torchrun starts; in a single process, use GPipe"
         )
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    world: Any = dist.group.WORLD
+    return DeviceMesh.from_group(world, "cpu")  # A mesh of a new group could have another timeout.
 
 
 #: Names that PyTorch has for schedules.

@@ -62,8 +62,12 @@ class Processes:
         make: Any = dist.new_subgroups_by_enumeration
         # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
         self._control = make(table.tolist(), timeout=timeout, backend="gloo")[0]
-        tensors = make(table.tolist(), timeout=timeout)[0] if "nccl" in dist.get_backend() else self._control
-        self.replica_group = make(table.T.tolist(), timeout=timeout)[0] if mesh.ndim == 2 else None
+        on_devices = "nccl" in dist.get_backend()
+        tensors = make(table.tolist(), timeout=timeout)[0] if on_devices else self._control
+        self.replica_group: Any = None
+        if mesh.ndim == 2:  # For gradients on their devices, and for numbers of the host.
+            both = "cpu:gloo,cuda:nccl" if on_devices else None
+            self.replica_group = make(table.T.tolist(), timeout=timeout, backend=both)[0]
         self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
         self._part, self._closed, self._phase, self._timeout = part, False, "", timeout
         self.rank, self.size = dist.get_rank(self._control), dist.get_world_size(self._control)
