@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
-from torchgpipe.frames.numbers import compute_shares, find_rule, verify_seen
+from torchgpipe.frames.numbers import compute_weights, find_rule, share, verify_seen
 from torchgpipe.frames.outputs import OWN_LOSSES, Rule, find_path_of_loss, join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import Losses
@@ -58,8 +58,26 @@ class MicroBatchLoss(Losses):
         self._rules: dict[str, Rule] = {}
         if self._loss_fn is None or (target is None and self._weight is None):
             self._rules = {path: find_rule(settings, batch, path) for path in OWN_LOSSES}
-            known = {rule: compute_shares(settings, batch, rule) for rule in {*self._rules.values()}}
-            self._own = {path: known[rule] for path, rule in self._rules.items()}
+        #: By the rule of a mean, the weights of the micro-batches.
+        self._weights_of = {
+            rule: weights
+            for rule in sorted({*self._rules.values()})
+            if (weights := compute_weights(settings, batch, rule)) is not None
+        }
+        self._share({rule: sum(weights) for rule, weights in self._weights_of.items()})
+
+    def add_replicas(self, added: Callable[[list[float]], list[float]]) -> None:
+        """Let the loss be that of all replicas.
+
+        Args:
+            added: returns the sums of numbers over all replicas
+        """
+        self.total, *totals = added([self.total, *[sum(weights) for weights in self._weights_of.values()]])
+        self._share(dict(zip(self._weights_of, totals)))
+
+    def _share(self, totals: Mapping[Rule, float]) -> None:
+        shares = {rule: share(weights, totals[rule]) for rule, weights in self._weights_of.items()}
+        self._own = {path: shares.get(rule, [1.0] * len(self._sizes)) for path, rule in self._rules.items()}
 
     def of(self, i: int, output: Any) -> tuple[Tensor, float]:
         """Return the loss of micro-batch ``i``, and its weight in the loss of the mini-batch.

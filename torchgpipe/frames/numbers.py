@@ -27,7 +27,16 @@ from torchgpipe.frames.settings import Settings
 from torchgpipe.model.given import to_floats
 from torchgpipe.model.loss import count_labels
 
-__all__ = ["compute_shares", "find_rule", "has_item_count", "joiner", "list_rules", "verify_seen"]
+__all__ = [
+    "compute_shares",
+    "compute_weights",
+    "find_rule",
+    "has_item_count",
+    "joiner",
+    "list_rules",
+    "share",
+    "verify_seen",
+]
 
 
 def has_item_count(batch: SplitBatch) -> bool:
@@ -85,26 +94,34 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
 
 def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
     """Return the factor of each micro-batch in a number of the mini-batch."""
+    weights = compute_weights(settings, batch, rule)
+    return [1.0] * len(batch.sizes) if weights is None else share(weights, sum(weights))
+
+
+def share(weights: Sequence[float], total: float) -> list[float]:
+    """Return the shares of weights in their total; 0 for nothing of nothing."""
+    return [weight / (total or 1.0) for weight in weights]
+
+
+def compute_weights(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float] | None:
+    """Return the weight of each micro-batch in the mean of a number; None if such numbers are added up."""
     own = _own_weights(batch)
     if own is not None:
-        weights = own
-    elif rule == "sum":
-        return [1.0] * len(batch.sizes)
-    elif rule == "given":
+        return own
+    if rule == "sum":
+        return None
+    if rule == "given":
         assert settings.weight is not None
-        weights = to_floats([settings.weight(part) for part in batch.named])
-    elif rule == "rows":
-        weights = to_floats(batch.sizes)
-    else:
-        name, ignored = settings.study.labels
-        weights = to_floats(
-            [
-                count_labels(batch.splitter.tensors(part).get(name), ignored, size, shifts=rule == "shifted")
-                for part, size in zip(batch.parts, batch.sizes)
-            ]
-        )
-    total = sum(weights) or 1.0
-    return [weight / total for weight in weights]
+        return to_floats([settings.weight(part) for part in batch.named])
+    if rule == "rows":
+        return to_floats(batch.sizes)
+    name, ignored = settings.study.labels
+    return to_floats(
+        [
+            count_labels(batch.splitter.tensors(part).get(name), ignored, size, shifts=rule == "shifted")
+            for part, size in zip(batch.parts, batch.sizes)
+        ]
+    )
 
 
 def _own_weights(batch: SplitBatch) -> list[float] | None:

@@ -35,6 +35,7 @@ from torchgpipe.frames.visitors import InOnePiece
 from torchgpipe.frames.weights import own_slots
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
+from torchgpipe.gradients.replicas import MeshReplicas
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
@@ -120,6 +121,9 @@ class Pipeline:
         self._begun = False
         self._loss_proof = LossProof()
         self.together = None if settings.processes is None else Together(settings.processes, settings)
+        self._replicas: MeshReplicas | None = None
+        if settings.processes is not None and settings.processes.replica_group is not None:
+            self._replicas = MeshReplicas(settings.processes, torch.device("cpu"))
         self._retry = Retry()
 
     def __reduce__(self) -> Any:
@@ -154,6 +158,11 @@ class Pipeline:
             return self._run_in_one_piece(batch.arguments)
         self._begin(batch, 8)  # the caller of the model
         backward = torch.is_grad_enabled()
+        if backward and self._replicas is not None:
+            raise ValueError(
+                "over replicas, train by model.step(...), whose loss and gradients are those of all replicas; what the "
+                "caller makes of the outputs is that of one"
+            )
         numbers = None if batch.given else joiner(settings, batch)
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
@@ -258,6 +267,8 @@ class Pipeline:
                 mini_batch = self._mini_batch(
                     batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
                 )
+                if self._replicas is not None:
+                    loss.add_replicas(self._replicas.sums)
                 mini_batch.run()
                 result: Any = loss.result() if is_last else None
                 if self.together is not None:
@@ -269,11 +280,15 @@ class Pipeline:
 
         with self._lock:
             aliases = self.aliases(backward=backward)
-            return with_gradients(aliases, work)
+            return with_gradients(aliases, work, self._replicas)
 
     def _shared(self, together: Together, mini_batch: MiniBatch, result: Any) -> Any:
         """Return the result of a step, which the last process has, and add up gradients of shared parameters."""
         last, gathers = together.processes.last, self.settings.gathers
+        if self._replicas is not None and result is not None:
+            own = result[0] if isinstance(result, tuple) else result
+            (total,) = self._replicas.sums([float(own.detach())])
+            own.data.fill_(total)
         told = together.told(result, gather=gathers) if together.processes.rank == last else None
         heard = together.end(mini_batch, told)[last]
         if torch.is_grad_enabled():

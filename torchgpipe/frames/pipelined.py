@@ -33,7 +33,7 @@ from torchgpipe.frames.pipelined_module import (
 )
 from torchgpipe.frames.proof import prove
 from torchgpipe.frames.sample import Study
-from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.settings import Settings, iterate_tensors
 from torchgpipe.frames.weights import keep_own
 from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
@@ -274,6 +274,7 @@ def _pipelined(
     verify_links(settings.devices, 3)
     if processes is not None:
         keep_own(module, settings, processes)
+        processes.begin_equal([tensor for _, _, _, tensor in iterate_tensors(module)])
     move(module, settings)
     runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):

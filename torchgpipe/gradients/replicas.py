@@ -110,6 +110,13 @@ class Replicas:
         self.add(weights, "the weight of the targets")
         return float(weights)
 
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over all replicas."""
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self.add(tensor, "the weight of the targets")
+        result: list[float] = tensor.tolist()
+        return result
+
     def add(self, tensor: Tensor, what: str) -> None:
         """Add to ``tensor`` its values in all other replicas."""
         if self.group is not None:

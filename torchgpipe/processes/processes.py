@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import default_store, timeout_of
 from torchgpipe.processes.messages import Messages
-from torchgpipe.processes.stand_in import form_of
+from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.tags import NUMBERS, tag_of
 
 if TYPE_CHECKING:
@@ -235,6 +235,16 @@ class Processes:
         if self.replica_group is not None:
             with self.exchanging_with_replicas(what):
                 dist.all_reduce(tensor, group=self.replica_group)
+
+    @torch.no_grad()
+    def begin_equal(self, tensors: Sequence[Tensor]) -> None:
+        """Give tensors of this process the values that they have in the first replica."""
+        own = [tensor for tensor in dict.fromkeys(tensors) if not isinstance(tensor, StandIn) and not tensor.is_meta]
+        for tensor in own if self.replica_group is not None else ():
+            with self.exchanging_with_replicas("the parameters of the first replica"):
+                values = tensor.detach().contiguous()
+                dist.broadcast(values, group=self.replica_group, group_src=0)
+                tensor.detach().copy_(values)
 
     def publish(self, key: str, value: bytes) -> None:
         """Let other processes look up a value; nobody waits."""
