@@ -315,7 +315,8 @@ class Proof(ABC):
         """
         outputs: list[Any] = []
         with self._untouched(), self.running_plain() as stand_ins, self.surround(len(self._sizes)):
-            buffers = Buffers(self._module)
+            with self.without_modes():
+                buffers = Buffers(self._module)
             for i in range(len(self._sizes)):
                 begin = time.perf_counter()
                 with self.draw_as(i):
@@ -326,7 +327,8 @@ class Proof(ABC):
                 backward = backward and self._differentiate(roots, stand_ins, "gradients", scale=scale)
                 del output, roots
             draws, loss = self.draws(), self.sum_losses() if backward else None
-            changed = buffers.changed()
+            with self.without_modes():
+                changed = buffers.changed()
             gradients = self._gradients(stand_ins) if backward else None
         return PlainRun(outputs, loss, changed, gradients, draws)
 
