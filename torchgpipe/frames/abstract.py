@@ -17,11 +17,18 @@ _PLAIN = (int, float, str, bool, type(None), complex, torch.dtype, torch.device,
 
 
 class _Leaf(NamedTuple):
-    """A tensor in a value; ``argument`` is the number of the argument that it is, or -1."""
+    """A tensor in a value.
+
+    Attributes:
+        form, requires_grad: of the tensor
+        argument: the number of the argument that it is, or -1
+        number: the number of its first place in the value
+    """
 
     form: Form
     requires_grad: bool
     argument: int
+    number: int
 
 
 class Abstract(NamedTuple):
@@ -39,12 +46,13 @@ class Abstract(NamedTuple):
 
     def made(self, arguments: Sequence[Tensor], column: int, device: torch.device) -> Any:
         """Return the value with stand-ins that column ``column`` owns, on a device of this process."""
-        tensors = iter(
-            [
-                arguments[argument] if argument >= 0 else StandIn(_here(form, device), column, requires_grad)
-                for form, requires_grad, argument in self.leaves
-            ]
-        )
+        made: list[Tensor] = []
+        for k, (form, requires_grad, argument, number) in enumerate(self.leaves):
+            if argument >= 0:
+                made.append(arguments[argument])
+            else:
+                made.append(made[number] if number < k else StandIn(_here(form, device), column, requires_grad))
+        tensors = iter(made)
         return next(tensors) if isinstance(self.value, Tensor) else mapped(self.value, lambda _: next(tensors))
 
 
@@ -56,7 +64,11 @@ def _here(form: Form, device: torch.device) -> Form:
 def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     """Return a value without its tensors' values; those that are among ``arguments`` are known by their numbers."""
     numbers = {id(tensor): k for k, tensor in enumerate(arguments)}
-    leaves = [_Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1)) for _, tensor in each(value)]
+    first: dict[int, int] = {}
+    leaves = [
+        _Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1), first.setdefault(id(tensor), k))
+        for k, (_, tensor) in enumerate(each(value))
+    ]
     empty = mapped(value, lambda _: torch.empty(0))
     is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
     return Abstract(empty if is_plain else None, leaves, is_plain)

@@ -9,26 +9,73 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import has_call_hooks, plain_call, versions
 from torchgpipe.frames.abstract import Abstract, abstracted, described
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.values import copied, each, is_cache, walk
+from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.processes import Processes
+from torchgpipe.processes.stand_in import StandIn
 
 __all__ = ["RemoteDoors"]
 
 
+class _Effect(NamedTuple):
+    """What a call of a module does, as far as other processes need to know it.
+
+    Attributes:
+        forms: what it returns, and the outputs of the modules inside that have hooks
+        hooked: the names of these modules, in the order of their calls
+        changed: the numbers of the tensors among its arguments that it changes in place
+    """
+
+    forms: Abstract
+    hooked: list[str]
+    changed: list[int]
+
+
 class _Noted(NamedTuple):
-    """A call of a module of this process: its key, and the tensors among its arguments."""
+    """A call of a module of this process: its key, the tensors among its arguments, their versions, and its hooks."""
 
     key: Any
     given: list[Tensor]
+    before: list[int]
+    calls: _Calls | None
+
+
+class _Calls:
+    """The calls of the modules inside of a module that have hooks.
+
+    Args:
+        module: the module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: list[str] = []
+        self.outputs: list[Any] = []
+        self._handles = [
+            child.register_forward_hook(partial(self._note, name))
+            for name, child in module.named_modules()
+            if child._forward_hooks
+        ]
+
+    def _note(self, name: str, _child: nn.Module, _args: Any, output: Any) -> None:
+        self.names.append(name)
+        self.outputs.append(output)
+
+    def remove(self) -> None:
+        """Remove the hooks that note calls."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class RemoteDoors:
@@ -42,9 +89,10 @@ class RemoteDoors:
     def __init__(self, processes: Processes, settings: Settings) -> None:
         self._processes, self._settings = processes, settings
         self._modes = 0
-        self._known: dict[Any, Abstract] = {}
-        #: Of modules of this process, what they have returned, as others may have been told.
-        self._published: dict[Any, Abstract] = {}
+        #: What modules of other processes do; None if that is to be seen again each time.
+        self._known: dict[Any, _Effect | None] = {}
+        #: Of modules of this process, what others may have been told.
+        self._published: dict[Any, _Effect] = {}
 
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
@@ -60,20 +108,26 @@ class RemoteDoors:
 
     def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
         """Note a call of a module of this process."""
-        return _Noted(self._key(door, args, kwargs), [tensor for _, tensor in each((args, kwargs))])
+        key, given = self._key(door, args, kwargs), [tensor for _, tensor in each((args, kwargs))]
+        calls = None if key in self._published else _Calls(door.module)
+        return _Noted(key, given, [] if calls is None else versions(given), calls)
 
     def end(self, door: Door, noted: _Noted, output: Any) -> None:
-        """Publish the forms that a module has returned, the first time.
+        """Publish what a module has done, the first time.
 
         Raises:
             RuntimeError: the module has returned other forms for the same arguments before.
         """
-        forms = abstracted(output, noted.given)
-        before = self._published.get(noted.key)
-        if before is None:
-            self._published[noted.key] = forms
-            self._processes.publish(_word_of(noted.key), pickle.dumps(forms))
-        elif before.leaves != forms.leaves:
+        key, given, before, calls = noted
+        if calls is not None:
+            calls.remove()
+            changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
+            effect = _Effect(abstracted((output, calls.outputs), given), calls.names, changed)
+            self._published[key] = effect
+            self._processes.publish(_word_of(key), pickle.dumps(effect))
+            return
+        leaves = abstracted(output, given).leaves
+        if leaves != self._published[key].forms.leaves[: len(leaves)]:
             shapes = [tuple(tensor.shape) for _, tensor in each(output)]
             raise RuntimeError(
                 f"'{door.name}' returns tensors of shapes {shapes}, and other shapes before, for arguments of the same "
@@ -86,30 +140,82 @@ class RemoteDoors:
     def call(self, door: Door, args: Any, kwargs: Any, column: int) -> Any:
         """Return stand-ins for what a module of another process returns."""
         key = self._key(door, args, kwargs)
-        known = self._known.get(key)
         given = [tensor for _, tensor in each((args, kwargs))]
-        if known is None or any(map(has_call_hooks, door.module.modules())):
-            known, is_lasting = self._found(door, key, args, kwargs, given)
-            if is_lasting:
-                self._known[key] = known
-        return known.made(given, column, self._settings.devices[column])
+        if key not in self._known:
+            self._known[key] = self._found(door, key, args, kwargs, given)
+        effect = self._known[key]
+        if effect is None:  # The hooks inside, too, want to see stand-ins.
+            output, changed = _run(door, args, kwargs)
+            _change(given, changed)
+            return output
+        output, outputs = effect.forms.made(given, column, self._settings.devices[column])
+        _change(given, effect.changed)
+        for name, value in zip(effect.hooked, outputs):
+            _call_hooks(door.module.get_submodule(name), value)
+        return output
 
-    def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> tuple[Abstract, bool]:
-        """Return the forms that a module returns, and whether it always does, and does nothing else."""
-        before, held = versions(given), _held((args, kwargs))
-        # A cache is filled where its values are.
-        own_args, own_kwargs = _with_own_caches(args), _with_own_caches(kwargs)
+    def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:
+        """Return what a module does; None if it does more than can be told."""
+        held = _held((args, kwargs))
         try:
-            with torch.random.fork_rng(devices=[]):
-                output = plain_call(door.module)(*own_args, **own_kwargs)
+            with _without_hooks(door.module), torch.random.fork_rng(devices=[]):
+                output, changed = _run(door, args, kwargs)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
-            found: Abstract = pickle.loads(self._processes.look_up(_word_of(key), what))
-            return found, True
-        forms = abstracted(output, given)
-        if not forms.is_plain:
-            forms = Abstract(output, forms.leaves, False)
-        return forms, forms.is_plain and versions(given) == before and _held((args, kwargs)) == held
+            found: _Effect = pickle.loads(self._processes.look_up(_word_of(key), what))
+            return found
+        forms = abstracted((output, []), given)
+        has_hooks = any(map(has_call_hooks, door.module.modules()))
+        is_known = forms.is_plain and not has_hooks and _held((args, kwargs)) == held
+        return _Effect(forms, [], changed) if is_known else None
+
+
+def _run(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
+    """Run a module on stand-ins; return its output, and the numbers of the tensors that it has changed in place."""
+    # A cache is filled where its values are.
+    args, kwargs = _with_own_caches(args), _with_own_caches(kwargs)
+    # A leaf that requires grad may not be changed in place, and a module may get one that is none in its own process.
+    nodes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def node(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, StandIn) or not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        return nodes.setdefault(id(tensor), (tensor, tensor.clone()))[1]
+
+    exchanged = Exchanged(args, kwargs, node)
+    used = [tensor for _, tensor in each((exchanged.args, exchanged.kwargs))]
+    before = versions(used)
+    output = plain_call(door.module)(*exchanged.args, **exchanged.kwargs)
+    exchanged.hand_over()
+    changed = [k for k, (a, b) in enumerate(zip(before, versions(used))) if a != b]
+    originals = {id(new): tensor for tensor, new in nodes.values()}
+    return mapped(output, lambda tensor: originals.get(id(tensor), tensor)), changed
+
+
+@torch.no_grad()
+def _change(given: list[Tensor], changed: list[int]) -> None:
+    """Change stand-ins in place: they have no values, but versions, and a home."""
+    for k in changed:
+        given[k].zero_()
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Let no hook see what the modules inside return in a ``with`` block."""
+    hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
+    for child, _ in hooks:
+        child._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for child, own in hooks:
+            child._forward_hooks = own
+
+
+def _call_hooks(module: nn.Module, output: Any) -> None:
+    """Show the hooks of a module what it has returned in another process; there, they may exchange it."""
+    for number, hook in [*module._forward_hooks.items()]:
+        hook(module, (), {}, output) if number in module._forward_hooks_with_kwargs else hook(module, (), output)
 
 
 def _held(value: Any) -> list[int]:

@@ -275,7 +275,7 @@ class RemoteFrame(Frame):
     def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         """Compute what the present column owns; ``first`` is the first argument before it was imported."""
         imports, is_mine = self.imports, self._columns.is_mine(self.imports.column)
-        if not changes_in_place(func):
+        if not changes_in_place(func) and not kwargs.get("inplace", False):
             result = func(*args, **kwargs)
             own(result, imports.column)
             return result

@@ -49,7 +49,10 @@ class Messages:
         given = tensor = tensor.detach()
         if not tensor.numel():
             return
-        if not _is_dense(tensor):
+        for d in range(tensor.dim()):
+            if tensor.stride(d) == 0:
+                tensor = tensor.narrow(d, 0, 1)  # It is expanded at the other end.
+        if not _is_dense(tensor.shape, tensor.stride()):
             tensor = tensor.contiguous()
         self.counts[f"{what} sent"] += 1
         self.counts[f"{what} bytes"] += tensor.nbytes
@@ -63,12 +66,24 @@ class Messages:
             self._sending.append((work, given, flat, versions([given])[0]))
 
     def receive(self, form: Form, source: int, tag: int) -> Tensor:
-        """Return a tensor of this form with the values that come from ``source``."""
-        tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-        if not tensor.numel():
-            return tensor
-        if not _is_dense(tensor):
-            tensor = torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        """Return a tensor of this form with the values that come from ``source``.
+
+        The strides, too, or products would be rounded in another way; except of tensors that overlap themselves.
+        """
+        shape, options = [*form.shape], {"dtype": form.dtype, "device": form.device}
+        if 0 in shape:
+            return torch.empty_strided(shape, form.stride, **options)
+        for d, stride in enumerate(form.stride):
+            shape[d] = shape[d] if stride else 1
+        if _is_dense(shape, form.stride):
+            tensor = torch.empty_strided(shape, form.stride, **options)
+            return self._fill(tensor, source, tag).expand(form.shape)
+        tensor = self._fill(torch.empty(shape, **options), source, tag)
+        if _is_apart(shape, form.stride):
+            tensor = torch.empty_strided(shape, form.stride, **options).copy_(tensor)
+        return tensor.expand(form.shape)
+
+    def _fill(self, tensor: Tensor, source: int, tag: int) -> Tensor:
         flat = tensor.as_strided((tensor.numel(),), (1,))
         if flat.device.type == "cpu" or self._on_devices:
             dist.recv(flat, group=self._group, group_src=source, tag=tag)
@@ -87,9 +102,8 @@ class Messages:
             to: the rank that receives them
             tag: the tag
         """
-        laid = [grad if grad is None or _is_dense(grad) else grad.contiguous() for grad in grads]
         # Autograd adds the gradient of the next micro-batch in place to what it shares.
-        laid = [grad.clone() if grad is not None and is_shared(grad) else grad for grad in laid]
+        laid = [grad.clone() if grad is not None and is_shared(grad) else grad for grad in grads]
         header = [number for grad in laid for number in ([0] if grad is None else [1, *grad.stride()])]
         header += [0] * (_length_of(forms) - len(header))
         self._send_numbers(header, to, tag)
@@ -162,10 +176,21 @@ def _length_of(forms: Sequence[Form]) -> int:
     return sum([1 + len(form.shape) for form in forms])
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether all elements of a tensor have places of their own."""
+    extent = 1
+    for stride, size in sorted(zip(strides, shape)):
+        if size != 1:
+            if stride < extent:
+                return False
+            extent += stride * (size - 1)
+    return True
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether the elements of a tensor fill their memory without gaps, in any order."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+    for stride, size in sorted(zip(strides, shape)):
         if size != 1:
             if stride != expected:
                 return False
