@@ -35,9 +35,9 @@ class Abstract(NamedTuple):
     """A value with empty tensors, and what they stand for.
 
     Attributes:
-        value: the value with empty tensors; None if it has objects that cannot be made anew
+        value: the value with empty tensors
         leaves: the tensors, in the order of `each`
-        is_plain: whether it has no such objects
+        is_plain: whether it has no objects but containers
     """
 
     value: Any
@@ -69,9 +69,10 @@ def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
         _Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1), first.setdefault(id(tensor), k))
         for k, (_, tensor) in enumerate(each(value))
     ]
-    empty = mapped(value, lambda _: torch.empty(0))
+    # What is within caches and objects is of no use elsewhere.
+    empty = mapped(value, lambda tensor: torch.empty(0) if id(tensor) in first else None, caches=True, objects=True)
     is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
-    return Abstract(empty if is_plain else None, leaves, is_plain)
+    return Abstract(empty, leaves, is_plain)
 
 
 def described(value: Any, layers: Sequence[int] = ()) -> Any:

@@ -24,7 +24,7 @@ from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.processes import Processes
-from torchgpipe.processes.stand_in import StandIn
+from torchgpipe.processes.stand_in import Form, StandIn
 
 __all__ = ["RemoteDoors"]
 
@@ -89,6 +89,8 @@ class RemoteDoors:
     def __init__(self, processes: Processes, settings: Settings) -> None:
         self._processes, self._settings = processes, settings
         self._modes = 0
+        #: The strides in which tensors cross, by their places: fake tensors do not know those of every convolution.
+        self._strides: dict[Any, tuple[int, ...]] = {}
         #: What modules of other processes do; None if that is to be seen again each time.
         self._known: dict[Any, _Effect | None] = {}
         #: Of modules of this process, what others may have been told.
@@ -97,6 +99,26 @@ class RemoteDoors:
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
         self._modes = modes
+
+    def place(self, *place: Any) -> Any:
+        """Return what stands for the place of a crossing in mini-batches of this kind."""
+        return self._modes, *place
+
+    def send(self, tensor: Tensor, place: Any, target: int, tag: int) -> None:
+        """Send a tensor, with its strides the first time at this place."""
+        stride = self._strides.get(place)
+        if stride is None:
+            stride = self._strides[place] = tensor.stride()
+            self._processes.messages.send_numbers(stride, target, tag)
+        elif stride != tensor.stride():
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        self._processes.messages.send(tensor, target, tag)
+
+    def receive(self, form: Form, place: Any, source: int, tag: int) -> Tensor:
+        """Return a tensor of this form but for its strides."""
+        if place not in self._strides:
+            self._strides[place] = tuple(self._processes.messages.receive_numbers(len(form.shape), source, tag))
+        return self._processes.messages.receive(form._replace(stride=self._strides[place]), source, tag)
 
     def _key(self, door: Door, args: Any, kwargs: Any) -> Any:
         casts = {column.type for column in self._settings.devices}
@@ -147,7 +169,8 @@ class RemoteDoors:
         if effect is None:  # The hooks inside, too, want to see stand-ins.
             output, changed = _run(door, args, kwargs)
             _change(given, changed)
-            return output
+            forms = abstracted(output, given)._replace(value=output)
+            return forms.made(given, column, self._settings.devices[column])
         output, outputs = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
         for name, value in zip(effect.hooked, outputs):
@@ -158,7 +181,7 @@ class RemoteDoors:
         """Return what a module does; None if it does more than can be told."""
         held = _held((args, kwargs))
         try:
-            with _without_hooks(door.module), torch.random.fork_rng(devices=[]):
+            with _without_hooks(door.module):
                 output, changed = _run(door, args, kwargs)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
@@ -185,7 +208,8 @@ def _run(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
     exchanged = Exchanged(args, kwargs, node)
     used = [tensor for _, tensor in each((exchanged.args, exchanged.kwargs))]
     before = versions(used)
-    output = plain_call(door.module)(*exchanged.args, **exchanged.kwargs)
+    with torch.random.fork_rng(devices=[]):
+        output = plain_call(door.module)(*exchanged.args, **exchanged.kwargs)
     exchanged.hand_over()
     changed = [k for k, (a, b) in enumerate(zip(before, versions(used))) if a != b]
     originals = {id(new): tensor for tensor, new in nodes.values()}
@@ -230,5 +254,5 @@ def _with_own_caches(value: Any) -> Any:
 
 
 def _word_of(key: Any) -> str:
-    """Return a key as a word that is the same in all processes, whose devices have other numbers."""
-    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", repr(key))
+    """Return a key as a word that is the same in all processes: devices have other numbers, and stand-ins strides."""
+    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)|stride=\([^)]*\)", r"\1", repr(key))

@@ -106,14 +106,14 @@ class Messages:
         laid = [grad.clone() if grad is not None and is_shared(grad) else grad for grad in grads]
         header = [number for grad in laid for number in ([0] if grad is None else [1, *grad.stride()])]
         header += [0] * (_length_of(forms) - len(header))
-        self._send_numbers(header, to, tag)
+        self.send_numbers(header, to, tag)
         for grad in laid:
             if grad is not None:
                 self.send(grad, to, tag, "gradients")
 
     def receive_gradients(self, forms: Sequence[Form], source: int, tag: int) -> list[Leaf]:
         """Return what `send_gradients` has sent."""
-        header = iter(self._receive_numbers(_length_of(forms), source, tag))
+        header = iter(self.receive_numbers(_length_of(forms), source, tag))
         strides = [[next(header) for _ in form.shape] if next(header) else None for form in forms]
         return [
             None if stride is None else self.receive(form._replace(stride=tuple(stride)), source, tag)
@@ -124,14 +124,14 @@ class Messages:
         """Send an object that can be pickled to several processes."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for rank in to:
-            self._send_numbers([len(data)], rank, tag)
+            self.send_numbers([len(data)], rank, tag)
             with self._lock:
                 work = dist.isend(data, group=self._control, group_dst=rank, tag=tag)
                 self._sending.append((work, data, data, 0))
 
     def hear(self, source: int, tag: int) -> Any:
         """Return what `tell` of ``source`` has sent."""
-        data = torch.empty(self._receive_numbers(1, source, tag)[0], dtype=torch.uint8)
+        data = torch.empty(self.receive_numbers(1, source, tag)[0], dtype=torch.uint8)
         dist.recv(data, group=self._control, group_src=source, tag=tag)
         return pickle.loads(data.numpy().tobytes())
 
@@ -158,14 +158,16 @@ class Messages:
                 "change a copy, tensor.clone()"
             )
 
-    def _send_numbers(self, numbers: Sequence[int], to: int, tag: int) -> None:
+    def send_numbers(self, numbers: Sequence[int], to: int, tag: int) -> None:
+        """Send integers."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self.counts["headers sent"] += 1
         with self._lock:
             work = dist.isend(tensor, group=self._control, group_dst=to, tag=tag)
             self._sending.append((work, tensor, tensor, 0))
 
-    def _receive_numbers(self, count: int, source: int, tag: int) -> list[int]:
+    def receive_numbers(self, count: int, source: int, tag: int) -> list[int]:
+        """Return ``count`` integers that come from ``source``."""
         numbers = torch.empty(count, dtype=torch.int64)
         dist.recv(numbers, group=self._control, group_src=source, tag=tag)
         result: list[int] = numbers.tolist()
