@@ -70,7 +70,8 @@ class Messages:
 
         The strides, too, or products would be rounded in another way; except of tensors that overlap themselves.
         """
-        shape, options = [*form.shape], {"dtype": form.dtype, "device": form.device}
+        shape = [*form.shape]
+        options: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
         if 0 in shape:
             return torch.empty_strided(shape, form.stride, **options)
         for d, stride in enumerate(form.stride):
