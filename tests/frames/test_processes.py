@@ -130,16 +130,16 @@ class Images(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 3).contiguous().transpose(1, 3)
         for layer in self.layers:
-            x = layer(x)
+            patches = x.flatten(2).transpose(1, 2).contiguous()
+            x = layer(patches.transpose(1, 2).reshape(x.shape))
         pooled = nn.functional.adaptive_avg_pool2d(x, 1)
         return self.head(pooled.flatten(1) + x[:, :, 0, 0].expand(-1, 4))
 
 
 def images() -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    return Images(), {"x": torch.randn(8, 4, 5, 5)}
+    return Images(), {"x": torch.randn(7, 4, 5, 5)}  # The last micro-batch has one row, of which it is true.
 
 
 def run(case: Case, step: bool, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def run(case: Case, step: bool, options: Mapping[str, Any]) -> dict[str, Any]:
         pipelined(model, sample, **options)
     torch.manual_seed(5)
     if step:
-        loss = model.step(**batch, target=torch.zeros(8))
+        loss = model.step(**batch, target=torch.zeros(len(batch["x"])))
     else:
         loss = loss_fn(model(**batch), target)
         loss.backward()
@@ -209,7 +209,7 @@ class Seeded:
     ("step", "partitions", "schedule"), [(True, 2, "1F1B"), (False, 2, "1F1B"), (True, 4, "Interleaved1F1B")]
 )
 def test_random_models_are_equal(step: bool, partitions: int, schedule: str) -> None:
-    """A model gives the same over two processes, with skips, ties, masks, reads, dropout and norms, or it is refused."""
+    """A model gives the same over two processes, with skips, ties, masks, reads, dropout and norms."""
     assert_equal([Seeded(seed) for seed in range(6)], step=step, partitions=partitions, schedule=schedule)
 
 
