@@ -87,6 +87,7 @@ __all__ = [
     "uses_cuda_graphs",
     "versions",
     "will_run",
+    "without_dispatch",
     "without_dispatch_modes",
     "without_function_mode",
     "written",
@@ -187,6 +188,9 @@ def handling_operations(enabled: bool) -> AbstractContextManager[Any]:
 #: A stand-in for a tensor of another process handles operations below autograd. Since 1.11. A method that calls
 #: `Tensor.__torch_function__` without subclasses would do the same, for a few microseconds an operation.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+#: In a ``with`` block of it, operations change the form of a stand-in itself. Since 2.0.
+without_dispatch: Any = torch._C._DisableTorchDispatch
 
 
 @contextmanager

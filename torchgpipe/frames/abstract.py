@@ -17,20 +17,27 @@ _PLAIN = (int, float, str, bool, type(None), complex, torch.dtype, torch.device,
 
 
 class _Leaf(NamedTuple):
-    """A tensor in a value; ``argument`` is the number of the argument that it is, or -1."""
+    """A tensor in a value.
+
+    Attributes:
+        form, requires_grad: of the tensor
+        argument: the number of the argument that it is, or -1
+        number: the number of its first place in the value
+    """
 
     form: Form
     requires_grad: bool
     argument: int
+    number: int
 
 
 class Abstract(NamedTuple):
     """A value with empty tensors, and what they stand for.
 
     Attributes:
-        value: the value with empty tensors; None if it has objects that cannot be made anew
+        value: the value with empty tensors
         leaves: the tensors, in the order of `each`
-        is_plain: whether it has no such objects
+        is_plain: whether it has no objects but containers
     """
 
     value: Any
@@ -39,12 +46,13 @@ class Abstract(NamedTuple):
 
     def made(self, arguments: Sequence[Tensor], column: int, device: torch.device) -> Any:
         """Return the value with stand-ins that column ``column`` owns, on a device of this process."""
-        tensors = iter(
-            [
-                arguments[argument] if argument >= 0 else StandIn(_here(form, device), column, requires_grad)
-                for form, requires_grad, argument in self.leaves
-            ]
-        )
+        made: list[Tensor] = []
+        for k, (form, requires_grad, argument, number) in enumerate(self.leaves):
+            if argument >= 0:
+                made.append(arguments[argument])
+            else:
+                made.append(made[number] if number < k else StandIn(_here(form, device), column, requires_grad))
+        tensors = iter(made)
         return next(tensors) if isinstance(self.value, Tensor) else mapped(self.value, lambda _: next(tensors))
 
 
@@ -55,16 +63,22 @@ def _here(form: Form, device: torch.device) -> Form:
 
 def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     """Return a value without its tensors' values; those that are among ``arguments`` are known by their numbers."""
-    leaves = leaves_of([tensor for _, tensor in each(value)], arguments)
-    empty = mapped(value, lambda _: torch.empty(0))
+    tensors = [tensor for _, tensor in each(value)]
+    leaves, known = leaves_of(tensors, arguments), set(map(id, tensors))
+    # What is within caches and objects is of no use elsewhere.
+    empty = mapped(value, lambda tensor: torch.empty(0) if id(tensor) in known else None, caches=True, objects=True)
     is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
-    return Abstract(empty if is_plain else None, leaves, is_plain)
+    return Abstract(empty, leaves, is_plain)
 
 
 def leaves_of(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[_Leaf]:
     """Return what tensors are known by; those that are among ``arguments`` are known by their numbers."""
     numbers = {id(tensor): k for k, tensor in enumerate(arguments)}
-    return [_Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1)) for tensor in tensors]
+    first: dict[int, int] = {}
+    return [
+        _Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1), first.setdefault(id(tensor), k))
+        for k, tensor in enumerate(tensors)
+    ]
 
 
 def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> Any:

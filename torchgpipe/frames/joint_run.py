@@ -19,7 +19,7 @@ from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
-from torchgpipe.frames.remote_doors import RemoteDoors
+from torchgpipe.frames.remote_doors import run_on_stand_ins
 from torchgpipe.frames.settings import find_door, iterate_tensors
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
@@ -119,7 +119,7 @@ class JointRun(InOnePiece):
             if owner == processes.rank:
                 output = call.run(door, args, kwargs, given, device)
             else:
-                output = call.hear(self._together.doors, door, args, kwargs, given, device)
+                output = call.hear(door, args, kwargs, given, device)
             exchanged.hand_over()
             return call.in_graph(output, [tensor for tensor in given.values() if tensor.requires_grad], given)
 
@@ -167,9 +167,7 @@ class _Call:
         self._processes.tell_all((values, forms, states, python_random_states()), self._owner)
         return output
 
-    def hear(
-        self, doors: RemoteDoors, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
-    ) -> Any:
+    def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> Any:
         """Return the output with the values that the owner tells.
 
         Raises:
@@ -180,7 +178,7 @@ class _Call:
             raise RuntimeError(f"in the process of rank {self._owner}: {told}")
         values, forms, states, of_python = told
         try:
-            output = doors.run(door, args, kwargs)  # Which does to containers what the module does.
+            output, _ = run_on_stand_ins(door, args, kwargs)  # Which does to containers what the module does.
         except Exception:
             output = forms.made([*given.values()], door.column, device)
         for generator, state in zip(generators_of(device), states):

@@ -32,6 +32,7 @@ _READS = {
     _T.is_nonzero, torch.is_nonzero, _T.equal, torch.equal, _T.allclose, torch.allclose,
     _T.nonzero, torch.nonzero, _T.argwhere, torch.argwhere, _T.unique, torch.unique, _T.unique_consecutive,
     torch.unique_consecutive, _T.bincount, torch.bincount, _T.masked_select, torch.masked_select,
+    functional.ctc_loss, torch.ctc_loss,
 }  # fmt: skip
 
 

@@ -9,27 +9,73 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import call_hooks, plain_call, versions
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.values import copied, is_cache, walk
+from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.processes import Processes
+from torchgpipe.processes.stand_in import Form, StandIn
 
-__all__ = ["RemoteDoors"]
+__all__ = ["RemoteDoors", "run_on_stand_ins"]
 
 
-class _Call(NamedTuple):
-    """A call of a module: what tells it from others as far as forms go, and the tensors among its arguments."""
+class _Effect(NamedTuple):
+    """What a call of a module does, as far as other processes need to know it.
+
+    Attributes:
+        forms: what it returns, and the outputs of the modules inside that have hooks
+        hooked: the names of these modules, in the order of their calls
+        changed: the numbers of the tensors among its arguments that it changes in place
+    """
+
+    forms: Abstract
+    hooked: list[str]
+    changed: list[int]
+
+
+class _Noted(NamedTuple):
+    """A call of a module of this process: its key, the tensors among its arguments, their versions, and its hooks."""
 
     key: Any
     given: list[Tensor]
+    before: list[int]
+    calls: _Calls | None
+
+
+class _Calls:
+    """The calls of the modules inside of a module that have hooks.
+
+    Args:
+        module: the module
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: list[str] = []
+        self.outputs: list[Any] = []
+        self._handles = [
+            child.register_forward_hook(partial(self._note, name))
+            for name, child in module.named_modules()
+            if child._forward_hooks
+        ]
+
+    def _note(self, name: str, _child: nn.Module, _args: Any, output: Any) -> None:
+        self.names.append(name)
+        self.outputs.append(output)
+
+    def remove(self) -> None:
+        """Remove the hooks that note calls."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class RemoteDoors:
@@ -44,55 +90,45 @@ class RemoteDoors:
         self._processes, self._settings = processes, settings
         self._kinds = sorted({device.type for device in settings.devices})
         self._modes = 0
-        self._known: dict[Any, Abstract] = {}
-        #: Of modules of this process, the tensors that they have returned, as others may have been told.
-        self._published: dict[Any, Sequence[Any]] = {}
         #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
         self._hooks: dict[Door, list[dict[int, Any]]] = {}
+        #: The strides in which tensors cross, by their places: fake tensors do not know those of every convolution.
+        self._strides: dict[Any, tuple[int, ...]] = {}
+        #: What modules of other processes do; None if that is to be seen again each time.
+        self._known: dict[Any, _Effect | None] = {}
+        #: Of modules of this process, what others may have been told.
+        self._published: dict[Any, _Effect] = {}
 
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
         self._modes, self._hooks = modes, {}
 
-    def note(self, door: Door, args: Any, kwargs: Any) -> _Call:
-        """Note a call of a module: now, as the module may change its arguments."""
+    def place(self, *place: Any) -> Any:
+        """Return what stands for the place of a crossing in mini-batches of this kind."""
+        return self._modes, *place
+
+    def send(self, tensor: Tensor, place: Any, target: int, tag: int) -> None:
+        """Send a tensor, with its strides the first time at this place."""
+        stride = self._strides.get(place)
+        if stride is None:
+            stride = self._strides[place] = tensor.stride()
+            self._processes.messages.send_numbers(stride, target, tag)
+        elif stride != tensor.stride():
+            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        self._processes.messages.send(tensor, target, tag)
+
+    def receive(self, form: Form, place: Any, source: int, tag: int) -> Tensor:
+        """Return a tensor of this form but for its strides."""
+        if place not in self._strides:
+            self._strides[place] = tuple(self._processes.messages.receive_numbers(len(form.shape), source, tag))
+        return self._processes.messages.receive(form._replace(stride=self._strides[place]), source, tag)
+
+    def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Return what tells a call from others as far as forms go, and the tensors among the arguments."""
         given: list[Tensor] = []
         casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._kinds]
-        flags = door.name, self._modes, torch.is_grad_enabled(), *casts
-        return _Call((flags, described(args, given, door.layers), described(kwargs, given, door.layers)), given)
-
-    # ------------------------------------------------------------------------------------------------- of this process
-
-    def end(self, door: Door, call: _Call, output: Any, tensors: Sequence[Tensor]) -> None:
-        """Publish the forms of the tensors in what a module of this process has returned, the first time.
-
-        Raises:
-            RuntimeError: the module has returned other forms for the same arguments before.
-        """
-        before = self._published.get(call.key)
-        if before is None:
-            forms = abstracted(output, call.given)
-            self._published[call.key] = forms.leaves
-            self._processes.publish(_word_of(call.key), pickle.dumps(forms))
-        elif before != leaves_of(tensors, call.given):
-            raise RuntimeError(
-                f"'{door.name}' returns tensors of shapes {[tuple(tensor.shape) for tensor in tensors]}, and other "
-                "shapes before, for arguments of the same shapes: other processes cannot know them; let the shapes "
-                "depend on those of the arguments alone, or give a balance that keeps the module and all that use it "
-                "in one process"
-            )
-
-    # ----------------------------------------------------------------------------------------------- of other processes
-
-    def call(self, door: Door, args: Any, kwargs: Any, column: int) -> Any:
-        """Return stand-ins for what a module of another process returns."""
-        key, given = self.note(door, args, kwargs)
-        known = self._known.get(key)
-        if known is None or self._has_hooks(door):
-            known, is_lasting = self._found(door, key, args, kwargs, given)
-            if is_lasting:
-                self._known[key] = known
-        return known.made(given, column, self._settings.devices[column])
+        flags = door.name, self._modes, torch.is_grad_enabled(), self._has_hooks(door), *casts
+        return (flags, described(args, given, door.layers), described(kwargs, given, door.layers)), given
 
     def _has_hooks(self, door: Door) -> bool:
         """Return whether modules have hooks now, which may see what they return."""
@@ -101,27 +137,123 @@ class RemoteDoors:
             hooks = self._hooks[door] = [kind for child in door.module.modules() for kind in call_hooks(child)]
         return any(hooks)
 
-    def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> tuple[Abstract, bool]:
-        """Return the forms that a module returns, and whether it always does, and does nothing else."""
-        before, held = versions(given), _held((args, kwargs))
+    # ------------------------------------------------------------------------------------------------- of this process
+
+    def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
+        """Note a call of a module of this process."""
+        key, given = self._note(door, args, kwargs)
+        calls = None if key in self._published else _Calls(door.module)
+        return _Noted(key, given, [] if calls is None else versions(given), calls)
+
+    def end(self, door: Door, noted: _Noted, output: Any, tensors: Sequence[Tensor]) -> None:
+        """Publish what a module has done, the first time.
+
+        Args:
+            door: the door
+            noted: what `begin` has returned
+            output: what the module has returned
+            tensors: the tensors in that
+
+        Raises:
+            RuntimeError: the module has returned other forms for the same arguments before.
+        """
+        key, given, before, calls = noted
+        if calls is not None:
+            calls.remove()
+            changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
+            effect = _Effect(abstracted((output, calls.outputs), given), calls.names, changed)
+            self._published[key] = effect
+            self._processes.publish(_word_of(key), pickle.dumps(effect))
+            return
+        if leaves_of(tensors, given) != self._published[key].forms.leaves[: len(tensors)]:
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise RuntimeError(
+                f"'{door.name}' returns tensors of shapes {shapes}, and other shapes before, for arguments of the same "
+                "shapes: other processes cannot know them; let the shapes depend on those of the arguments alone, or "
+                "give a balance that keeps the module and all that use it in one process"
+            )
+
+    # ----------------------------------------------------------------------------------------------- of other processes
+
+    def call(self, door: Door, args: Any, kwargs: Any, column: int) -> Any:
+        """Return stand-ins for what a module of another process returns."""
+        key, given = self._note(door, args, kwargs)
+        if key not in self._known:
+            self._known[key] = self._found(door, key, args, kwargs, given)
+        effect = self._known[key]
+        if effect is None:  # The hooks inside, too, want to see stand-ins.
+            output, changed = run_on_stand_ins(door, args, kwargs)
+            _change(given, changed)
+            forms = abstracted(output, given)._replace(value=output)
+            return forms.made(given, column, self._settings.devices[column])
+        output, outputs = effect.forms.made(given, column, self._settings.devices[column])
+        _change(given, effect.changed)
+        for name, value in zip(effect.hooked, outputs):
+            _call_hooks(door.module.get_submodule(name), value)
+        return output
+
+    def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:
+        """Return what a module does; None if it does more than can be told."""
+        held = _held((args, kwargs))
         try:
-            output = self.run(door, args, kwargs)
+            with _without_hooks(door.module):
+                output, changed = run_on_stand_ins(door, args, kwargs)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
-            found: Abstract = pickle.loads(self._processes.look_up(_word_of(key), what))
-            return found, True
-        forms = abstracted(output, given)
-        if not forms.is_plain:
-            forms = Abstract(output, forms.leaves, False)
-        return forms, forms.is_plain and versions(given) == before and _held((args, kwargs)) == held
+            found: _Effect = pickle.loads(self._processes.look_up(_word_of(key), what))
+            return found
+        forms = abstracted((output, []), given)
+        is_known = forms.is_plain and not self._has_hooks(door) and _held((args, kwargs)) == held
+        return _Effect(forms, [], changed) if is_known else None
 
-    @staticmethod
-    def run(door: Door, args: Any, kwargs: Any) -> Any:
-        """Run a module of another process on stand-ins."""
-        # A cache is filled where its values are.
-        own_args, own_kwargs = _with_own_caches(args), _with_own_caches(kwargs)
-        with torch.random.fork_rng(devices=[]):
-            return plain_call(door.module)(*own_args, **own_kwargs)
+
+def run_on_stand_ins(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
+    """Run a module on stand-ins; return its output, and the numbers of the tensors that it has changed in place."""
+    # A cache is filled where its values are.
+    args, kwargs = _with_own_caches(args), _with_own_caches(kwargs)
+    # A leaf that requires grad may not be changed in place, and a module may get one that is none in its own process.
+    nodes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def node(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, StandIn) or not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        return nodes.setdefault(id(tensor), (tensor, tensor.clone()))[1]
+
+    exchanged = Exchanged(args, kwargs, node)
+    used = [tensor for _, tensor in each((exchanged.args, exchanged.kwargs))]
+    before = versions(used)
+    with torch.random.fork_rng(devices=[]):
+        output = plain_call(door.module)(*exchanged.args, **exchanged.kwargs)
+    exchanged.hand_over()
+    changed = [k for k, (a, b) in enumerate(zip(before, versions(used))) if a != b]
+    originals = {id(new): tensor for tensor, new in nodes.values()}
+    return mapped(output, lambda tensor: originals.get(id(tensor), tensor)), changed
+
+
+@torch.no_grad()
+def _change(given: list[Tensor], changed: list[int]) -> None:
+    """Change stand-ins in place: they have no values, but versions, and a home."""
+    for k in changed:
+        given[k].zero_()
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Let no hook see what the modules inside return in a ``with`` block."""
+    hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
+    for child, _ in hooks:
+        child._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for child, own in hooks:
+            child._forward_hooks = own
+
+
+def _call_hooks(module: nn.Module, output: Any) -> None:
+    """Show the hooks of a module what it has returned in another process; there, they may exchange it."""
+    for number, hook in [*module._forward_hooks.items()]:
+        hook(module, (), {}, output) if number in module._forward_hooks_with_kwargs else hook(module, (), output)
 
 
 def _held(value: Any) -> list[int]:
@@ -136,5 +268,5 @@ def _with_own_caches(value: Any) -> Any:
 
 
 def _word_of(key: Any) -> str:
-    """Return a key as a word that is the same in all processes, whose devices have other numbers."""
-    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", repr(key))
+    """Return a key as a word that is the same in all processes: devices have other numbers, and stand-ins strides."""
+    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)|stride=\([^)]*\)", r"\1", repr(key))

@@ -33,7 +33,7 @@ from torchgpipe.frames.imports import Imports, Known
 from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
-from torchgpipe.processes.stand_in import StandIn, form_of
+from torchgpipe.processes.stand_in import Form, StandIn, form_of
 from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
@@ -163,15 +163,21 @@ class RemoteImports(Imports):
         processes, column, form = self._processes, self.column, form_of(tensor)
         number, source, target = len(self.log), processes.owners[home], processes.owners[column]
         self.log.append((home, column, form.shape, form.dtype, records))
+        doors, tag = self._columns.remote_doors, tag_of(TENSORS, self.i, number)
+        assert doors is not None
+        place = doors.place(number, column, form.shape, form.dtype)
         if target == processes.rank:
-            value = self._received(tensor, source, number)
+            value = self._received(tensor, lambda form: doors.receive(form, place, source, tag), source)
             if not records:
                 own(value, column)
                 return value
             cell = self._cell(column)
             return cell.import_(value, cell.note_received(home, form))
         if source == processes.rank:
-            self._send(tensor, target, number)
+            sent: set[int] = vars(tensor).setdefault(_SENT, set())
+            if target not in sent:  # Else it was sent for another column.
+                sent.add(target)
+                doors.send(tensor.detach(), place, target, tag)
             if records:
                 cell = self._cell(home)
                 cell.note_sent(column, cell.export(tensor), form)
@@ -182,21 +188,14 @@ class RemoteImports(Imports):
         assert isinstance(cell, RemoteCell)
         return cell
 
-    def _send(self, tensor: Tensor, target: int, number: int) -> None:
-        """Send a tensor, unless it was sent there before, for another column."""
-        sent: set[int] = vars(tensor).setdefault(_SENT, set())
-        if target not in sent:
-            sent.add(target)
-            self._processes.messages.send(tensor, target, tag_of(TENSORS, self.i, number))
-
-    def _received(self, tensor: Tensor, source: int, number: int) -> Tensor:
+    def _received(self, tensor: Tensor, receive: Callable[[Form], Tensor], source: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
         value: Tensor | None = vars(tensor).get(_RECEIVED)
         if value is None:
             form = form_of(tensor)._replace(device=self._columns.devices[self.column])
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
             with self._processes.exchanging(what, [source]):
-                value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
+                value = receive(form)
             vars(tensor)[_RECEIVED] = value
         return self._on_this_device(value)
 
@@ -244,7 +243,7 @@ class RemoteFrame(Frame):
         assert columns.remote_doors is not None
         if not columns.is_mine(column):
             return columns.remote_doors.call(door, args, kwargs, column)
-        call = columns.remote_doors.note(door, args, kwargs)
+        call = columns.remote_doors.begin(door, args, kwargs)
         output = super()._call(door, args, kwargs)
         tensors = [tensor for _, tensor in each(output)]
         columns.remote_doors.end(door, call, output, tensors)
@@ -267,9 +266,8 @@ class RemoteFrame(Frame):
         if kwargs:
             kwargs = mapped(kwargs, imports.import_tensor)
         if not imports.are_owned:
-            if func in DRAWS:  # As layer drop does: all processes draw the same.
-                with self._columns.replicated_numbers(self.i):
-                    return func(*args, **kwargs)
+            if func in DRAWS and kwargs.get("generator") is None:
+                return self._draw(func, args, kwargs, first)
             return func(*args, **kwargs)
         if func in DIFFERENTIATES:
             raise RuntimeError(
@@ -286,7 +284,7 @@ class RemoteFrame(Frame):
     def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         """Compute what the present column owns; ``first`` is the first argument before it was imported."""
         imports, is_mine = self.imports, self._columns.is_mine(self.imports.column)
-        if not changes_in_place(func):
+        if not changes_in_place(func) and not kwargs.get("inplace", False):
             result = func(*args, **kwargs)
             own(result, imports.column)
             return result
@@ -304,6 +302,40 @@ class RemoteFrame(Frame):
             changed.requires_grad_(changed.requires_grad or requires_grad)
         own(changed, imports.column)
         return first if result is changed and first is not args[0] and id(first) in imports._replaced else result
+
+    def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
+        """Draw random numbers where the present column is, which goes on with those of its micro-batch.
+
+        A single number, as layer drop draws to decide what runs, is the same in all processes: it has a stream of its
+        own, or each would wait for the last column at each layer.
+        """
+        imports, column = self.imports, self.imports.column
+        given = {id(tensor): tensor for _, tensor in each((args, kwargs))}
+        if self._columns.is_mine(column):
+            result = func(*args, **kwargs)
+        elif given:
+            originals: dict[int, Tensor] = {}
+
+            def stand_in(tensor: Tensor) -> StandIn:
+                made = StandIn(form_of(tensor), column, tensor.requires_grad)
+                originals[id(made)] = tensor
+                return made
+
+            if changes_in_place(func):
+                return self._compute(func, args, kwargs, first)
+            result = func(*mapped(args, stand_in), **mapped(kwargs, stand_in))
+            return originals.get(id(result), result)
+        else:
+            device = kwargs.get("device") or torch.get_default_device()
+            result = func(*args, **{**kwargs, "device": "meta"})
+            if result.numel() != 1:
+                return StandIn(form_of(result)._replace(device=torch.device(device)), column, result.requires_grad)
+        if not given and result.numel() == 1:
+            with self._columns.replicated_numbers(self.i):
+                return func(*args, **kwargs)
+        if id(result) not in given or changes_in_place(func):
+            own(result, imports.column)
+        return result
 
     def _read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let the owner of the column read values, and tell all others."""

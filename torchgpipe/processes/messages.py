@@ -49,7 +49,10 @@ class Messages:
         given = tensor = tensor.detach()
         if not tensor.numel():
             return
-        if not _is_dense(tensor):
+        for d in range(tensor.dim()):
+            if tensor.stride(d) == 0:
+                tensor = tensor.narrow(d, 0, 1)  # It is expanded at the other end.
+        if not _is_dense(tensor.shape, tensor.stride()):
             tensor = tensor.contiguous()
         self.counts[f"{what} sent"] += 1
         self.counts[f"{what} bytes"] += tensor.nbytes
@@ -63,12 +66,25 @@ class Messages:
             self._sending.append((work, given, flat, versions([given])[0]))
 
     def receive(self, form: Form, source: int, tag: int) -> Tensor:
-        """Return a tensor of this form with the values that come from ``source``."""
-        tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-        if not tensor.numel():
-            return tensor
-        if not _is_dense(tensor):
-            tensor = torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        """Return a tensor of this form with the values that come from ``source``.
+
+        The strides, too, or products would be rounded in another way; except of tensors that overlap themselves.
+        """
+        shape = [*form.shape]
+        options: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
+        if 0 in shape:
+            return torch.empty_strided(shape, form.stride, **options)
+        for d, stride in enumerate(form.stride):
+            shape[d] = shape[d] if stride else 1
+        if _is_dense(shape, form.stride):
+            tensor = torch.empty_strided(shape, form.stride, **options)
+            return self._fill(tensor, source, tag).expand(form.shape)
+        tensor = self._fill(torch.empty(shape, **options), source, tag)
+        if _is_apart(shape, form.stride):
+            tensor = torch.empty_strided(shape, form.stride, **options).copy_(tensor)
+        return tensor.expand(form.shape)
+
+    def _fill(self, tensor: Tensor, source: int, tag: int) -> Tensor:
         flat = tensor.as_strided((tensor.numel(),), (1,))
         if flat.device.type == "cpu" or self._on_devices:
             dist.recv(flat, group=self._group, group_src=source, tag=tag)
@@ -87,19 +103,18 @@ class Messages:
             to: the rank that receives them
             tag: the tag
         """
-        laid = [grad if grad is None or _is_dense(grad) else grad.contiguous() for grad in grads]
         # Autograd adds the gradient of the next micro-batch in place to what it shares.
-        laid = [grad.clone() if grad is not None and is_shared(grad) else grad for grad in laid]
+        laid = [grad.clone() if grad is not None and is_shared(grad) else grad for grad in grads]
         header = [number for grad in laid for number in ([0] if grad is None else [1, *grad.stride()])]
         header += [0] * (_length_of(forms) - len(header))
-        self._send_numbers(header, to, tag)
+        self.send_numbers(header, to, tag)
         for grad in laid:
             if grad is not None:
                 self.send(grad, to, tag, "gradients")
 
     def receive_gradients(self, forms: Sequence[Form], source: int, tag: int) -> list[Leaf]:
         """Return what `send_gradients` has sent."""
-        header = iter(self._receive_numbers(_length_of(forms), source, tag))
+        header = iter(self.receive_numbers(_length_of(forms), source, tag))
         strides = [[next(header) for _ in form.shape] if next(header) else None for form in forms]
         return [
             None if stride is None else self.receive(form._replace(stride=tuple(stride)), source, tag)
@@ -110,14 +125,14 @@ class Messages:
         """Send an object that can be pickled to several processes."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for rank in to:
-            self._send_numbers([len(data)], rank, tag)
+            self.send_numbers([len(data)], rank, tag)
             with self._lock:
                 work = dist.isend(data, group=self._control, group_dst=rank, tag=tag)
                 self._sending.append((work, data, data, 0))
 
     def hear(self, source: int, tag: int) -> Any:
         """Return what `tell` of ``source`` has sent."""
-        data = torch.empty(self._receive_numbers(1, source, tag)[0], dtype=torch.uint8)
+        data = torch.empty(self.receive_numbers(1, source, tag)[0], dtype=torch.uint8)
         dist.recv(data, group=self._control, group_src=source, tag=tag)
         return pickle.loads(data.numpy().tobytes())
 
@@ -144,14 +159,16 @@ class Messages:
                 "change a copy, tensor.clone()"
             )
 
-    def _send_numbers(self, numbers: Sequence[int], to: int, tag: int) -> None:
+    def send_numbers(self, numbers: Sequence[int], to: int, tag: int) -> None:
+        """Send integers."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self.counts["headers sent"] += 1
         with self._lock:
             work = dist.isend(tensor, group=self._control, group_dst=to, tag=tag)
             self._sending.append((work, tensor, tensor, 0))
 
-    def _receive_numbers(self, count: int, source: int, tag: int) -> list[int]:
+    def receive_numbers(self, count: int, source: int, tag: int) -> list[int]:
+        """Return ``count`` integers that come from ``source``."""
         numbers = torch.empty(count, dtype=torch.int64)
         dist.recv(numbers, group=self._control, group_src=source, tag=tag)
         result: list[int] = numbers.tolist()
@@ -162,10 +179,21 @@ def _length_of(forms: Sequence[Form]) -> int:
     return sum([1 + len(form.shape) for form in forms])
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether all elements of a tensor have places of their own."""
+    extent = 1
+    for stride, size in sorted(zip(strides, shape)):
+        if size != 1:
+            if stride < extent:
+                return False
+            extent += stride * (size - 1)
+    return True
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether the elements of a tensor fill their memory without gaps, in any order."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+    for stride, size in sorted(zip(strides, shape)):
         if size != 1:
             if stride != expected:
                 return False

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import disabled_torch_function, fake_tensor_mode, written
+from torchgpipe.devices.torch_internals import disabled_torch_function, fake_tensor_mode, without_dispatch, written
 
 __all__ = ["Form", "NoValues", "StandIn", "describe", "form_of"]
 
@@ -102,7 +102,17 @@ class StandIn(Tensor):
                     f"{tuple(tensor.shape)} that all processes have; let one module of the spine do both"
                 )
             tensor.home = home
+        for number, form in effect.reshaped:
+            _reshape(tensors[number], form)
         return _made(effect.value, tensors, home)
+
+
+def _reshape(tensor: Tensor, form: Form) -> None:
+    """Give a stand-in another form."""
+    assert isinstance(tensor, StandIn), "what only looks like a stand-in is not written"
+    with without_dispatch():
+        torch.ops.aten.as_strided_.default(tensor, form.shape, form.stride)
+    tensor.form = form
 
 
 def form_of(tensor: Tensor) -> Form:
@@ -119,10 +129,12 @@ class _Effect(NamedTuple):
     Attributes:
         value: what it returns, with a `Form` in the place of a new tensor, and an `_Argument` in that of an argument
         written: the numbers of the tensors among its arguments that it changes
+        reshaped: the numbers of those that get another form, as by `squeeze_`, and that form
     """
 
     value: Any
     written: Sequence[int]
+    reshaped: Sequence[tuple[int, Form]]
 
 
 class _Argument(NamedTuple):
@@ -233,9 +245,8 @@ def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
                 f"'{func}' needs the values of tensors of shapes {shapes}, which another process has"
             ) from None
         raise
-    for tensor in given:
-        if form_of(fakes[id(tensor)])[:2] != form_of(tensor)[:2]:
-            raise NoValues(f"'{func}' changes the shape of a tensor that another process has")
+    forms = [(k, form_of(tensor), form_of(fakes[id(tensor)])) for k, tensor in enumerate(given)]
+    reshaped = [(k, after._replace(device=before.device)) for k, before, after in forms if before[:2] != after[:2]]
     numbers = {id(fakes[id(tensor)]): k for k, tensor in reversed([*enumerate(given)])}
     of_given = {id(tensor): k for k, tensor in reversed([*enumerate(given)])}
     changed = [of_given[id(tensor)] for tensor in _tensors(written(func, args, kwargs))]
@@ -244,4 +255,4 @@ def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
         number = numbers.get(id(tensor))
         return form_of(tensor) if number is None else _Argument(number)
 
-    return _Effect(_exchanged(result, formed), changed)
+    return _Effect(_exchanged(result, formed), changed, reshaped)
