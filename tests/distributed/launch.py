@@ -23,7 +23,7 @@ __all__ = ["Crash", "launch"]
 
 # the server of `torch.multiprocessing`
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.distributed.launch"])
+_SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.conftest", "tests.distributed.launch"])
 
 
 class Crash(AssertionError):
