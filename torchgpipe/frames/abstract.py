@@ -86,6 +86,9 @@ def described(value: Any, layers: Sequence[int] = ()) -> Any:
             if isinstance(own, list):
                 return type(value).__name__, *[described(vars(own[k]), layers) for k in layers if k < len(own)]
             opened = container(value, caches=True)
+            inner = [item for item in vars(value).values() if is_cache(item)]
+            if inner:  # The rest tells which layers are filled, as those of other processes are not.
+                return type(value).__name__, *[describe(item, other) for item in inner]
         else:
             opened = container(value, objects=True)
         if opened is None:
