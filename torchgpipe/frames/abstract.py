@@ -98,6 +98,9 @@ def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> 
             own = getattr(value, "layers", None)
             if isinstance(own, list):
                 return name, *[described(vars(own[k]), tensors, layers) for k in layers if k < len(own)]
+            inner = [item for item in vars(value).values() if is_cache(item)]
+            if inner:  # The rest tells which layers are filled, as those of other processes are not.
+                return name, *[describe(item, other, tensors) for item in inner]
         opened = container(value, caches=True, objects=True)
         if opened is None:
             return name
