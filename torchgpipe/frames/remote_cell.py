@@ -26,13 +26,17 @@ class RemoteCell(Cell):
         i: the micro-batch
         column: the column
         processes: the processes
+
+    Attributes:
+        following: the cell of the column that is differentiated next, if its forward has ended
     """
 
-    __slots__ = ("_processes", "_received", "_sent")
+    __slots__ = ("_processes", "_received", "_sent", "following")
 
     def __init__(self, i: int, column: Column, processes: Processes) -> None:
         super().__init__(i, column)
         self._processes = processes
+        self.following: RemoteCell | None = None
         #: By the column that has received them, the exports that were sent, with their forms.
         self._sent: dict[int, list[tuple[Export, Form]]] = {}
         #: By the column that they come from, the numbers of the imports that were received, with their forms.
@@ -57,7 +61,16 @@ class RemoteCell(Cell):
                 grads = self._processes.messages.receive_gradients(forms, source, tag)
             for export, grad in zip(exports, grads):
                 export.add(grad)
+        if self.following is not None:
+            self.following.expect()
+            self.following = None
         return super().arrived()
+
+    def expect(self) -> None:
+        """Expect the gradients of what was sent."""
+        for c, pairs in self._sent.items():
+            forms = [form for _, form in pairs]
+            self._processes.messages.expect_gradients(forms, self._processes.owners[c], self._tag(self.column.j, c))
 
     def differentiate(self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False) -> list[Leaf]:
         """See `Cell.differentiate`; the gradients of what was received are sent, and not returned."""
@@ -68,6 +81,7 @@ class RemoteCell(Cell):
             for number in numbers if result else ():
                 result[number] = None
             self._processes.messages.send_gradients(mine, forms, self._processes.owners[a], self._tag(a, self.column.j))
+        self._processes.messages.ask()
         if not keep_graph:
             self._sent, self._received = {}, {}
         return result

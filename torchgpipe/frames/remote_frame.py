@@ -25,7 +25,7 @@ from torch import Tensor
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.frames.abstract import abstracted
-from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.columns import Columns, Message
 from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
@@ -187,6 +187,7 @@ class RemoteImports(Imports):
         sent: set[int] = vars(tensor).setdefault(_SENT, set())
         if target not in sent:
             sent.add(target)
+            self._note_message(number, Message(form_of(tensor), target, True))
             self._processes.messages.send(tensor, target, tag_of(TENSORS, self.i, number))
 
     def _received(self, tensor: Tensor, source: int, number: int) -> Tensor:
@@ -195,10 +196,34 @@ class RemoteImports(Imports):
         if value is None:
             form = form_of(tensor)._replace(device=self._columns.devices[self.column])
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
+            self._note_message(number, Message(form, source, False))
             with self._processes.exchanging(what, [source]):
                 value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
             vars(tensor)[_RECEIVED] = value
         return self._on_this_device(value)
+
+    def _note_message(self, number: int, message: Message) -> None:
+        """Settle what was expected under a number, and let the next micro-batch expect the same message."""
+        messages, expected = self._processes.messages, self._columns.expected
+        before, following = expected.get(self.i, {}).pop(number, None), expected.get(self.i + 1)
+        if before is not None and not before.is_like(message):
+            self._settle(number, before)
+        if messages.expects and following is not None:
+            following[number] = message
+            if not message.is_sent:
+                messages.expect(message.form, message.peer, tag_of(TENSORS, self.i + 1, number))
+
+    def settle(self) -> None:
+        """Settle what was expected of this micro-batch in vain; both ends know, as they find the same crossings."""
+        for number, message in self._columns.expected.get(self.i, {}).items():
+            self._settle(number, message)
+
+    def _settle(self, number: int, message: Message) -> None:
+        messages, tag = self._processes.messages, tag_of(TENSORS, self.i, number)
+        if message.is_sent:  # The receiver throws it away.
+            messages.send(torch.zeros(message.form.shape, dtype=message.form.dtype), message.peer, tag)
+        else:
+            messages.abandon(message.form, message.peer, tag)
 
 
 class RemoteFrame(Frame):

@@ -91,7 +91,7 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
 
 @cache
 def _is_opaque(kind: Any) -> bool:
-    """Return whether nothing of a class is a container, unless caches or objects are; for each object, it takes long."""
+    """Return whether nothing of a class is a container, unless caches or objects are."""
     return not (issubclass(kind, (tuple, list, Mapping)) or is_dataclass(kind))
 
 
@@ -120,7 +120,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, caches: bool = False,
     """
     if isinstance(value, Tensor):
         return change(value)
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _PLAIN:
         return value
     if kind is tuple or kind is list:
