@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,24 @@ from torchgpipe.frames.twin import may_have_twin, twin_of
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import Listener
 from torchgpipe.processes.processes import Processes
+from torchgpipe.processes.stand_in import Form
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.transport.copier import copier
 from torchgpipe.transport.route import Route
 
-__all__ = ["Columns"]
+__all__ = ["Columns", "Message"]
+
+
+class Message(NamedTuple):
+    """A tensor that crosses between two processes; ``is_sent`` says whether this one is the sender."""
+
+    form: Form
+    peer: int
+    is_sent: bool
+
+    def is_like(self, other: Message) -> bool:
+        """Return whether another message has the same ends, shape and dtype, which both ends know."""
+        return (self.form.shape, self.form.dtype, *self[1:]) == (other.form.shape, other.form.dtype, *other[1:])
 
 
 class Columns(list[Column]):
@@ -73,6 +86,9 @@ class Columns(list[Column]):
         self.processes, self.remote_doors, self.users = processes, remote_doors, users or {}
         #: The places where glue has read values that one process has, each with what it called.
         self.reads: dict[str, str] = {}
+        #: By micro-batch, for each whose arguments have the forms of those before: by their numbers, the messages that
+        #: the one before had.
+        self.expected: dict[int, dict[int, Message]] = {}
         self._numbers = random_numbers
         self.crossed: list[Crossed] = []
         self._again = settings.again

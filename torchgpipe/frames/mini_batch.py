@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torchgpipe.devices.torch_internals import forget_parametrizations, storage_
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.drive.executor import Executor
+from torchgpipe.frames.abstract import described
 from torchgpipe.frames.carried import Carried
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import visiting
@@ -123,10 +126,19 @@ class MiniBatch:
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
-        agenda = _agenda_of(tuple(map(tuple, program)), self._n, backward=backward)
-        self._agenda = agenda if columns.processes is None else _part(agenda, lambda action: columns.is_mine(action.j))
-        #: Of each micro-batch, what has crossed between processes.
-        self.crossings: list[Any] = [()] * self._m
+        mine = tuple(map(columns.is_mine, range(self._n)))
+        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, backward=backward)
+        #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
+        self.crossings: list[Any] = [None] * self._m
+        #: For a cell, the micro-batch that is differentiated next in its column.
+        self._following: dict[tuple[int, int], int] = {}
+        if columns.processes is not None:
+            forms = [described(tuple(arguments), []) for arguments in inputs]
+            columns.expected = {i: {} for i in range(1, self._m) if forms[i] == forms[i - 1]}
+            backward_of = [(j, i) for kind, i, j in self._agenda.actions if kind in "BI"]
+            for (j, i), (c, k) in pairwise(sorted(backward_of, key=itemgetter(0))):  # Else in the order of the agenda.
+                if j == c:
+                    self._following[i, j] = k
 
     def _new_cell(self, i: int, column: Column) -> Cell:
         processes = self.columns.processes
@@ -254,6 +266,8 @@ class MiniBatch:
             with self._numbers_passed_on(i, j), self.random_numbers.of(i, self.columns.devices[j]):
                 frame.advance(j)
             mark_ready(self.columns[j].leaving, i)
+            if self.columns.processes is not None:
+                self.columns.processes.messages.ask()
         except BaseException as error:
             inside = f"'{frame.module}'" if frame.module else self._model
             explain_compiler(error)
@@ -301,6 +315,7 @@ class MiniBatch:
             else:
                 self._finish(i, output, (lambda _: Export(None, self._n - 1)) if cells else None)
             if isinstance(frame, RemoteFrame):
+                frame.imports.settle()
                 self.crossings[i] = frame.imports.log
 
         # Here, too: in a thread of its own, a frame does not run in the modes of a worker.
@@ -333,6 +348,10 @@ class MiniBatch:
         cell = self._cells[i][j]
         if last:
             self._cells[i][j] = None
+        if isinstance(cell, RemoteCell):
+            k = self._following.get((i, j))
+            following = None if k is None or self.crossings[k] is None else self._cells[k][j]
+            cell.following = following if isinstance(following, RemoteCell) else None
         return cell
 
     @contextmanager
@@ -347,13 +366,14 @@ class MiniBatch:
 
 
 @lru_cache(maxsize=32)
-def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
-    """Return an agenda with no more frames under way at a time than the program needs, and one to spare.
+def _agenda_of(program: FrozenProgram, mine: tuple[bool, ...], *, backward: bool) -> Agenda:
+    """Return this process's part of an agenda: no more frames are under way than the program needs, and one to spare.
 
     A frame that comes later begins when an earlier one has ended, and takes over its thread. Without that, the first
     worker could begin all frames at once, each with a thread and with what a thread takes of each device's memory. The
     agenda is in the order of time, so what an action waits for does not wait for the action.
     """
+    n = len(mine)
     agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, backward=backward)
     needs, ended = [list(numbers) for numbers in agenda.needs], deque[int]()
     for number, (kind, _, j) in enumerate(agenda.actions):
@@ -361,7 +381,8 @@ def _agenda_of(program: FrozenProgram, n: int, *, backward: bool) -> Agenda:
             needs[number].append(ended.popleft())
         if kind == "F" and j == n - 1:
             ended.append(number)
-    return agenda._replace(needs=needs)
+    agenda = agenda._replace(needs=needs)
+    return agenda if all(mine) else _part(agenda, lambda action: mine[action.j])
 
 
 def _part(agenda: Agenda, is_mine: Callable[[Action], bool]) -> Agenda:

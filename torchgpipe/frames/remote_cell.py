@@ -68,6 +68,9 @@ class RemoteCell(Cell):
     Args:
         processes: the processes
         others: the arguments of the other kind of cell
+
+    Attributes:
+        following: the cell of the column that is differentiated next, if its forward has ended
     """
 
     kind_of_export = RemoteExport
@@ -75,6 +78,7 @@ class RemoteCell(Cell):
     def __init__(self, processes: Processes, *others: Any) -> None:
         super().__init__(*others)
         self._processes = processes
+        self.following: RemoteCell | None = None
         #: By the column that has received them, the exports that were sent, with their forms.
         self._sent: dict[int, list[tuple[RemoteExport, Form]]] = {}
         #: By the column that they come from, the numbers of the imports that were received, with their forms.
@@ -115,7 +119,17 @@ class RemoteCell(Cell):
                 grads = self._processes.messages.receive_gradients(forms, source, tag)
             for export, grad in zip(exports, grads):
                 export.add_from(c, grad)
+        if self.following is not None:
+            self.following.expect()
+            self.following = None
         return super().arrived()
+
+    def expect(self) -> None:
+        """Expect the gradients of what was sent."""
+        for c, pairs in self._sent.items():
+            forms = [form for _, form in pairs]
+            tag = self._tag(self.column.partition, c)
+            self._processes.messages.expect_gradients(forms, self._processes.owners[c], tag)
 
     def differentiate(self, grads: Sequence[Leaf], *, keep_graph: bool = False, **others: Any) -> list[Leaf]:
         """See `Cell.differentiate`; the gradients of what was received are sent, and not returned."""
@@ -127,6 +141,7 @@ class RemoteCell(Cell):
                 result[number] = None
             tag = self._tag(a, self.column.partition)
             self._processes.messages.send_gradients(mine, forms, self._processes.owners[a], tag)
+        self._processes.messages.ask()
         if not keep_graph:
             self._sent, self._received = {}, {}
         return result

@@ -107,21 +107,21 @@ class RemoteDoors:
         """Return what stands for the place of a crossing in mini-batches of this kind."""
         return self._modes, *place
 
-    def send(self, tensor: Tensor, place: Any, target: int, tag: int) -> None:
-        """Send a tensor, with its strides the first time at this place."""
+    def lay_out(self, tensor: Tensor, place: Any, target: int, tag: int) -> Tensor:
+        """Return a tensor with the strides of its place, which are sent the first time."""
         stride = self._strides.get(place)
         if stride is None:
             stride = self._strides[place] = tensor.stride()
             self._processes.messages.send_numbers(stride, target, tag)
-        elif stride != tensor.stride():
-            tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        self._processes.messages.send(tensor, target, tag)
+        if stride == tensor.stride():
+            return tensor
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
-    def receive(self, form: Form, place: Any, source: int, tag: int) -> Tensor:
-        """Return a tensor of this form but for its strides."""
+    def find_strides(self, form: Form, place: Any, source: int, tag: int) -> Form:
+        """Return a form with the strides of its place, which are received the first time."""
         if place not in self._strides:
             self._strides[place] = tuple(self._processes.messages.receive_numbers(len(form.shape), source, tag))
-        return self._processes.messages.receive(form._replace(stride=self._strides[place]), source, tag)
+        return form._replace(stride=self._strides[place])
 
     def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what tells a call from others as far as forms go, and the tensors among the arguments."""

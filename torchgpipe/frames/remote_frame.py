@@ -25,7 +25,7 @@ from torch import Tensor
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.frames.abstract import abstracted
-from torchgpipe.frames.columns import Columns
+from torchgpipe.frames.columns import Columns, Message
 from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
@@ -33,8 +33,8 @@ from torchgpipe.frames.imports import Imports, Known
 from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
-from torchgpipe.processes.stand_in import Form, StandIn, form_of
-from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
+from torchgpipe.processes.stand_in import StandIn, form_of
+from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
 
@@ -163,21 +163,17 @@ class RemoteImports(Imports):
         processes, column, form = self._processes, self.column, form_of(tensor)
         number, source, target = len(self.log), processes.owners[home], processes.owners[column]
         self.log.append((home, column, form.shape, form.dtype, records))
-        doors, tag = self._columns.remote_doors, tag_of(TENSORS, self.i, number)
-        assert doors is not None
-        place = doors.place(number, column, form.shape, form.dtype)
+        assert self._columns.remote_doors is not None
+        place = self._columns.remote_doors.place(number, column, form.shape, form.dtype)
         if target == processes.rank:
-            value = self._received(tensor, lambda form: doors.receive(form, place, source, tag), source)
+            value = self._received(tensor, place, source, number)
             if not records:
                 own(value, column)
                 return value
             cell = self._cell(column)
             return cell.import_(value, cell.note_received(home, form))
         if source == processes.rank:
-            sent: set[int] = vars(tensor).setdefault(_SENT, set())
-            if target not in sent:  # Else it was sent for another column.
-                sent.add(target)
-                doors.send(tensor.detach(), place, target, tag)
+            self._send(tensor, place, target, number)
             if records:
                 cell = self._cell(home)
                 cell.note_sent(column, cell.export(tensor), form)
@@ -188,16 +184,57 @@ class RemoteImports(Imports):
         assert isinstance(cell, RemoteCell)
         return cell
 
-    def _received(self, tensor: Tensor, receive: Callable[[Form], Tensor], source: int) -> Tensor:
+    def _send(self, tensor: Tensor, place: Any, target: int, number: int) -> None:
+        """Send a tensor, unless it was sent there before, for another column."""
+        sent: set[int] = vars(tensor).setdefault(_SENT, set())
+        if target not in sent:
+            sent.add(target)
+            doors, messages = self._columns.remote_doors, self._processes.messages
+            assert doors is not None
+            tensor = doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, self.i, number))
+            self._note_message(number, Message(form_of(tensor), target, True))
+            messages.send(tensor, target, tag_of(TENSORS, self.i, number))
+
+    def _received(self, tensor: Tensor, place: Any, source: int, number: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
         value: Tensor | None = vars(tensor).get(_RECEIVED)
         if value is None:
-            form = form_of(tensor)._replace(device=self._columns.devices[self.column])
+            form, doors = (
+                form_of(tensor)._replace(device=self._columns.devices[self.column]),
+                self._columns.remote_doors,
+            )
+            assert doors is not None
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
             with self._processes.exchanging(what, [source]):
-                value = receive(form)
+                form = doors.find_strides(form, place, source, tag_of(STRIDES, self.i, number))
+                self._note_message(number, Message(form, source, False))
+                value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
             vars(tensor)[_RECEIVED] = value
         return self._on_this_device(value)
+
+    def _note_message(self, number: int, message: Message) -> None:
+        """Settle what was expected under a number, and let the next micro-batch expect the same message."""
+        messages, expected = self._processes.messages, self._columns.expected
+        before, following = expected.get(self.i, {}).pop(number, None), expected.get(self.i + 1)
+        if before is not None and not before.is_like(message):
+            self._settle(number, before)
+        if messages.expects and following is not None:
+            following[number] = message
+            if not message.is_sent:
+                messages.expect(message.form, message.peer, tag_of(TENSORS, self.i + 1, number))
+
+    def settle(self) -> None:
+        """Settle what was expected of this micro-batch in vain; both ends know, as they find the same crossings."""
+        for number, message in self._columns.expected.get(self.i, {}).items():
+            self._settle(number, message)
+
+    def _settle(self, number: int, message: Message) -> None:
+        messages, tag = self._processes.messages, tag_of(TENSORS, self.i, number)
+        if message.is_sent:  # The receiver throws it away.
+            shape, stride, dtype, _ = message.form
+            messages.send(torch.empty_strided(shape, stride, dtype=dtype), message.peer, tag)
+        else:
+            messages.abandon(message.form, message.peer, tag)
 
 
 class RemoteFrame(Frame):

@@ -3,17 +3,23 @@
 Both ends of a message know its tag and its form beforehand, so nothing but the tensor is sent. Sending waits for
 nobody: the sender keeps a tensor until it has left. Receiving waits for the message.
 
+Gloo sends a tensor when the receiver has asked for it. If the question comes while the sender is busy with a message of
+the same connection, a thread of gloo's waits for the sender in a loop, which takes the core from a sender that shares
+it: longer than a short layer. So who knows what comes next asks for it beforehand, at the end of an action, and the
+message has arrived when it is needed.
+
 Where the group of processes cannot send from the memory of an accelerator, the host copies a tensor to its own memory
 first, and behind the message back to the device.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +32,13 @@ from torchgpipe.processes.stand_in import Form
 __all__ = ["Messages"]
 
 
+class _Asked(NamedTuple):
+    """The elements of a tensor that is to be received, and what waits for them."""
+
+    flat: Tensor
+    work: Any
+
+
 class Messages:
     """The messages of one process to the others of its pipeline.
 
@@ -35,6 +48,7 @@ class Messages:
 
     Attributes:
         counts: how many messages and bytes were sent, by what they are
+        expects: whether it is of use to expect messages
     """
 
     def __init__(self, group: Any, control: Any) -> None:
@@ -42,60 +56,69 @@ class Messages:
         self._on_devices = "nccl" in dist.get_backend(group)
         self._sending: deque[tuple[Any, Tensor, Tensor, int]] = deque()
         self._lock = threading.Lock()
+        #: By the rank that it comes from and its tag, what is expected, and what was asked for.
+        self._expected: dict[tuple[int, int], Form] = {}
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._abandoned: list[_Asked] = []
+        # NCCL runs operations in the order in which they are given: what comes later would have to wait.
+        self.expects = not self._on_devices
         self.counts: Counter[str] = Counter()
 
     def send(self, tensor: Tensor, to: int, tag: int, what: str = "tensors") -> None:
         """Send the values of a tensor, which must not change before they have left; see `flush`."""
-        given = tensor = tensor.detach()
-        if not tensor.numel():
+        given, flat = tensor.detach(), _elements_of(tensor.detach())
+        if not flat.numel():
             return
-        for d in range(tensor.dim()):
-            if tensor.stride(d) == 0:
-                tensor = tensor.narrow(d, 0, 1)  # It is expanded at the other end.
-        if not _is_dense(tensor.shape, tensor.stride()):
-            tensor = tensor.contiguous()
         self.counts[f"{what} sent"] += 1
-        self.counts[f"{what} bytes"] += tensor.nbytes
-        flat = tensor.as_strided((tensor.numel(),), (1,))
+        self.counts[f"{what} bytes"] += flat.nbytes
         if flat.device.type != "cpu" and not self._on_devices:
             flat = flat.cpu()
+        self._begin_to_send(given, flat, to, tag)
+
+    def _begin_to_send(self, given: Tensor, flat: Tensor, to: int, tag: int) -> None:
         with self._lock:
             while self._sending and self._sending[0][0].is_completed():
                 self._verify(*self._sending.popleft())
             work = dist.isend(flat, group=self._group, group_dst=to, tag=tag)
             self._sending.append((work, given, flat, versions([given])[0]))
 
+    def expect(self, form: Form, source: int, tag: int) -> None:
+        """Let `ask` make room for the next tensor with a tag, which `receive` returns."""
+        if self.expects and all(form.shape):
+            self._expected[source, tag] = form
+
+    def ask(self) -> None:
+        """Ask for what is expected."""
+        with self._lock:
+            for (source, tag), form in self._expected.items():
+                self._asked[source, tag] = self._ask(form, source, tag)
+            self._expected.clear()
+
+    def abandon(self, form: Form, source: int, tag: int) -> None:
+        """Throw away what was expected, when it comes: the sender has sent it for that."""
+        if all(form.shape):
+            self._abandoned.append(self._asked_for(form, source, tag))
+
     def receive(self, form: Form, source: int, tag: int) -> Tensor:
-        """Return a tensor of this form with the values that come from ``source``.
+        """Return a tensor of this form with the values that come from ``source``."""
+        if not all(form.shape):
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+        flat, work = self._asked_for(form, source, tag)
+        work.wait()
+        return _restored(flat.to(form.device), form)
 
-        The strides, too, or products would be rounded in another way; except of tensors that overlap themselves.
-        """
-        shape = [*form.shape]
-        options: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
-        if 0 in shape:
-            return torch.empty_strided(shape, form.stride, **options)
-        for d, stride in enumerate(form.stride):
-            shape[d] = shape[d] if stride else 1
-        if _is_dense(shape, form.stride):
-            tensor = torch.empty_strided(shape, form.stride, **options)
-            return self._fill(tensor, source, tag).expand(form.shape)
-        tensor = self._fill(torch.empty(shape, **options), source, tag)
-        if _is_apart(shape, form.stride):
-            tensor = torch.empty_strided(shape, form.stride, **options).copy_(tensor)
-        return tensor.expand(form.shape)
+    def _asked_for(self, form: Form, source: int, tag: int) -> _Asked:
+        with self._lock:
+            self._expected.pop((source, tag), None)
+            return self._asked.pop((source, tag), None) or self._ask(form, source, tag)
 
-    def _fill(self, tensor: Tensor, source: int, tag: int) -> Tensor:
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        if flat.device.type == "cpu" or self._on_devices:
-            dist.recv(flat, group=self._group, group_src=source, tag=tag)
-        else:
-            on_host = torch.empty_like(flat, device="cpu")
-            dist.recv(on_host, group=self._group, group_src=source, tag=tag)
-            flat.copy_(on_host)
-        return tensor
+    def _ask(self, form: Form, source: int, tag: int) -> _Asked:
+        device = form.device if self._on_devices else torch.device("cpu")
+        flat = torch.empty(math.prod(_sent_shape(form)), dtype=form.dtype, device=device)
+        return _Asked(flat, dist.irecv(flat, group=self._group, group_src=source, tag=tag))
 
     def send_gradients(self, grads: Sequence[Leaf], forms: Sequence[Form], to: int, tag: int) -> None:
-        """Send gradients, and before them which of these exist, with their strides: sums in another order round.
+        """Send gradients, and which of them exist, with their strides: sums in another order round.
 
         Args:
             grads: the gradients, or None
@@ -103,22 +126,47 @@ class Messages:
             to: the rank that receives them
             tag: the tag
         """
-        # Autograd adds the gradient of the next micro-batch in place to what it shares.
-        laid = [grad.clone() if grad is not None and is_shared(grad) else grad for grad in grads]
-        header = [number for grad in laid for number in ([0] if grad is None else [1, *grad.stride()])]
+        header = [number for grad in grads for number in ([0] if grad is None else [1, *grad.stride()])]
         header += [0] * (_length_of(forms) - len(header))
+        flat = [None if grad is None else _elements_of(grad.detach()) for grad in grads]
+        self.counts["gradients sent"] += len(flat) - flat.count(None)
+        self.counts["gradients bytes"] += sum([elements.nbytes for elements in flat if elements is not None])
+        if not self._on_devices:
+            packed, places = torch.empty(_packed(forms).shape, dtype=torch.uint8), _places(forms)
+            packed[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header))
+            for place, elements in zip(places, flat):
+                if elements is not None:
+                    _part(packed, place, elements.numel(), elements.dtype).copy_(elements)
+            self._begin_to_send(packed, packed, to, tag)
+            return
         self.send_numbers(header, to, tag)
-        for grad in laid:
-            if grad is not None:
-                self.send(grad, to, tag, "gradients")
+        for grad, elements in zip(grads, flat):
+            if grad is not None and elements is not None and elements.numel():
+                # Autograd adds the gradient of the next micro-batch in place to what it shares.
+                own = elements.clone() if is_shared(grad) else elements
+                self._begin_to_send(own, own, to, tag)
+
+    def expect_gradients(self, forms: Sequence[Form], source: int, tag: int) -> None:
+        """See `expect`, of what `send_gradients` will send."""
+        self.expect(_packed(forms), source, tag)
 
     def receive_gradients(self, forms: Sequence[Form], source: int, tag: int) -> list[Leaf]:
         """Return what `send_gradients` has sent."""
-        header = iter(self.receive_numbers(_length_of(forms), source, tag))
-        strides = [[next(header) for _ in form.shape] if next(header) else None for form in forms]
+        length = _length_of(forms)
+        if self._on_devices:
+            numbers = iter(self.receive_numbers(length, source, tag))
+        else:
+            packed = self.receive(_packed(forms), source, tag)
+            numbers = iter(packed[: 8 * length].view(torch.int64).tolist())
+        strides = [[next(numbers) for _ in form.shape] if next(numbers) else None for form in forms]
+        laid = [None if own is None else form._replace(stride=tuple(own)) for own, form in zip(strides, forms)]
+        if self._on_devices:
+            return [None if form is None else self.receive(form, source, tag) for form in laid]
         return [
-            None if stride is None else self.receive(form._replace(stride=tuple(stride)), source, tag)
-            for form, stride in zip(forms, strides)
+            None
+            if form is None
+            else _restored(_part(packed, place, math.prod(_sent_shape(form)), form.dtype).to(form.device), form)
+            for form, place in zip(laid, _places(forms))
         ]
 
     def tell(self, value: Any, to: Sequence[int], tag: int) -> None:
@@ -147,10 +195,15 @@ class Messages:
                 sent = self._sending.popleft()
             sent[0].wait()
             self._verify(*sent)
+        while self._abandoned:
+            self._abandoned.pop().work.wait()
 
     def forget(self) -> None:
-        """Forget what was to be sent, after a failure."""
+        """Forget what was to be sent and received, after a failure."""
         self._sending.clear()
+        self._expected.clear()
+        self._asked.clear()
+        self._abandoned.clear()
 
     def _verify(self, _: Any, tensor: Tensor, sent: Tensor, version: int) -> None:
         if versions([tensor]) != [version]:
@@ -177,6 +230,61 @@ class Messages:
 
 def _length_of(forms: Sequence[Form]) -> int:
     return sum([1 + len(form.shape) for form in forms])
+
+
+#: Gradients begin at multiples of so many bytes, as tensors of their own do.
+_ALIGNMENT = 64
+
+
+def _places(forms: Sequence[Form]) -> list[int]:
+    """Return where the gradients of each form begin behind the numbers in a message, and where the message ends."""
+    places = [_aligned(8 * _length_of(forms))]
+    for form in forms:
+        places.append(_aligned(places[-1] + math.prod(form.shape) * form.dtype.itemsize))
+    return places
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _packed(forms: Sequence[Form]) -> Form:
+    """Return the form of a message with gradients."""
+    return Form((_places(forms)[-1],), (1,), torch.uint8, torch.device("cpu"))
+
+
+def _part(packed: Tensor, place: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the elements of a gradient in a message."""
+    return packed[place : place + count * dtype.itemsize].view(dtype)
+
+
+def _elements_of(tensor: Tensor) -> Tensor:
+    """Return what is sent of a tensor: its elements in the order of its memory, each once."""
+    for d in range(tensor.dim()):
+        if tensor.stride(d) == 0 and tensor.shape[d]:
+            tensor = tensor.narrow(d, 0, 1)
+    if not _is_dense(tensor.shape, tensor.stride()):
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _restored(flat: Tensor, form: Form) -> Tensor:
+    """Return a tensor of this form with elements that `_elements_of` has given.
+
+    It has the strides, too, or products would be rounded in another way; but for one that overlaps itself.
+    """
+    shape = _sent_shape(form)
+    if _is_dense(shape, form.stride):
+        return flat.as_strided(shape, form.stride).expand(form.shape)
+    tensor = flat.view(shape)
+    if _is_apart(shape, form.stride):
+        tensor = torch.empty_strided(shape, form.stride, dtype=form.dtype, device=form.device).copy_(tensor)
+    return tensor.expand(form.shape)
+
+
+def _sent_shape(form: Form) -> list[int]:
+    """Return the shape of what is sent of a tensor: a dimension that is expanded is sent once."""
+    return [size if stride or not size else 1 for size, stride in zip(form.shape, form.stride)]
 
 
 def _is_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
