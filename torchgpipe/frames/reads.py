@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["DRAWS", "SHAPE_ONLY", "reads_values"]
+__all__ = ["DRAWS", "MASKS", "SHAPE_ONLY", "reads_values"]
 
 _T = Tensor
 
@@ -48,7 +48,7 @@ def reads_values(func: Callable[..., Any], args: Any, is_owned: Callable[[Tensor
         return True
     if func is _T.__getitem__:
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any([isinstance(part, Tensor) and part.dtype in _MASKS and is_owned(part) for part in parts])
+        return any([isinstance(part, Tensor) and part.dtype in MASKS and is_owned(part) for part in parts])
     if func is torch.where:
         return len(args) == 1
     if func in (torch.repeat_interleave, _T.repeat_interleave):
@@ -56,4 +56,5 @@ def reads_values(func: Callable[..., Any], args: Any, is_owned: Callable[[Tensor
     return False
 
 
-_MASKS = (torch.bool, torch.uint8)
+#: The dtypes of masks.
+MASKS = (torch.bool, torch.uint8)

@@ -30,7 +30,7 @@ from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
 from torchgpipe.frames.imports import Imports, Known
-from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
+from torchgpipe.frames.reads import DRAWS, MASKS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import Form, StandIn, form_of
@@ -273,6 +273,8 @@ class RemoteFrame(Frame):
     def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         """Compute what the present column owns; ``first`` is the first argument before it was imported."""
         imports, is_mine = self.imports, self._columns.is_mine(self.imports.column)
+        if func is Tensor.__getitem__ and not is_mine:
+            args = args[0], _by_numbers(args[1])
         if not changes_in_place(func) and not kwargs.get("inplace", False):
             result = func(*args, **kwargs)
             own(result, imports.column)
@@ -341,6 +343,15 @@ class RemoteFrame(Frame):
         with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
             told = processes.messages.hear(owner, tag)
         return self._columns.stand_ins(told, column)
+
+
+def _by_numbers(index: Any) -> Any:
+    """Return an index with numbers in the place of masks whose values are here: those tell the shape of the result."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, Tensor) and part.dtype in MASKS and not isinstance(part, StandIn)
+        found += part.nonzero(as_tuple=True) if is_mask else [part]
+    return tuple(found)
 
 
 def _place_of(frame: Any) -> str:
