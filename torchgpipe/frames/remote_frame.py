@@ -30,7 +30,7 @@ from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
 from torchgpipe.frames.imports import Imports, Known
-from torchgpipe.frames.reads import DRAWS, MASKS, SHAPE_ONLY, reads_values
+from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import Form, StandIn, form_of
@@ -245,7 +245,8 @@ class RemoteFrame(Frame):
         if torch.compiler.is_dynamo_compiling() or self._is_off or this_thread.visitor is not self:
             return func(*args, **kwargs)
         imports, devices = self.imports, self._columns.devices
-        if func in OF_THE_ORIGINAL or func in _OF_A_PLACE:  # Else the question would send the tensor.
+        is_of_original = func in OF_THE_ORIGINAL and func not in READS
+        if is_of_original or func in _OF_A_PLACE:  # Else the question would send the tensor.
             return func(*map(imports.replaced, args), **kwargs)
         if "device" in kwargs or func in TO_A_DEVICE:
             args, kwargs = on_device(func, args, kwargs, devices[imports.column], devices)
