@@ -69,6 +69,8 @@ class Random(nn.Module):
             elif move == 6:
                 h = h.clone()
                 h[:, 1:3] += other[:, :2]
+            elif move == 7:
+                h = h + h[mask.flatten()].sum()
             values.append(h)
         return h @ self.head.weight
 

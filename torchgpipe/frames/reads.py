@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["DRAWS", "SHAPE_ONLY", "reads_values"]
+__all__ = ["DRAWS", "MASKS", "READS", "SHAPE_ONLY", "reads_values"]
 
 _T = Tensor
 
@@ -27,7 +27,7 @@ DRAWS = {
 }  # fmt: skip
 
 #: What tells values to Python, or returns a tensor whose shape depends on values.
-_READS = {
+READS = {
     _T.item, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__contains__, _T.tolist, _T.numpy, _T.__array__,
     _T.is_nonzero, torch.is_nonzero, _T.equal, torch.equal, _T.allclose, torch.allclose,
     _T.nonzero, torch.nonzero, _T.argwhere, torch.argwhere, _T.unique, torch.unique, _T.unique_consecutive,
@@ -44,11 +44,11 @@ def reads_values(func: Callable[..., Any], args: Any, is_owned: Callable[[Tensor
         args: its arguments, of which a column owns at least one
         is_owned: whether a column owns a tensor
     """
-    if func in _READS:
+    if func in READS:
         return True
     if func is _T.__getitem__:
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any([isinstance(part, Tensor) and part.dtype in _MASKS and is_owned(part) for part in parts])
+        return any([isinstance(part, Tensor) and part.dtype in MASKS and is_owned(part) for part in parts])
     if func is torch.where:
         return len(args) == 1
     if func in (torch.repeat_interleave, _T.repeat_interleave):
@@ -56,4 +56,5 @@ def reads_values(func: Callable[..., Any], args: Any, is_owned: Callable[[Tensor
     return False
 
 
-_MASKS = (torch.bool, torch.uint8)
+#: The dtypes of masks.
+MASKS = (torch.bool, torch.uint8)

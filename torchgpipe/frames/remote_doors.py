@@ -24,7 +24,7 @@ from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.processes import Processes
-from torchgpipe.processes.stand_in import Form, StandIn
+from torchgpipe.processes.stand_in import Form, StandIn, form_of
 
 __all__ = ["RemoteDoors", "run_on_stand_ins"]
 
@@ -184,8 +184,8 @@ class RemoteDoors:
         if effect is None:  # The hooks inside, too, want to see stand-ins.
             output, changed = run_on_stand_ins(door, args, kwargs)
             _change(given, changed)
-            forms = abstracted(output, given)._replace(value=output)
-            return forms.made(given, column, self._settings.devices[column])
+            known = {id(tensor) for tensor in given}
+            return mapped(output, lambda tensor: tensor if id(tensor) in known else _owned(tensor, column))
         output, outputs = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
         for name, value in zip(effect.hooked, outputs):
@@ -205,6 +205,14 @@ class RemoteDoors:
         forms = abstracted((output, []), given)
         is_known = forms.is_plain and not self._has_hooks(door) and _held((args, kwargs)) == held
         return _Effect(forms, [], changed) if is_known else None
+
+
+def _owned(tensor: Tensor, column: int) -> StandIn:
+    """Return a stand-in that a column owns: the tensor itself, if it is one, as hooks may have kept it."""
+    if not isinstance(tensor, StandIn):
+        return StandIn(form_of(tensor), column, tensor.requires_grad)
+    tensor.home = column
+    return tensor
 
 
 def run_on_stand_ins(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]]:

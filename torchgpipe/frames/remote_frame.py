@@ -30,7 +30,7 @@ from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
 from torchgpipe.frames.imports import Imports, Known
-from torchgpipe.frames.reads import DRAWS, SHAPE_ONLY, reads_values
+from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import StandIn, form_of
@@ -293,7 +293,8 @@ class RemoteFrame(Frame):
         if torch.compiler.is_dynamo_compiling() or self._is_off or this_thread.visitor is not self:
             return func(*args, **kwargs)
         imports, devices = self.imports, self._columns.devices
-        if func in OF_THE_ORIGINAL or func in _OF_A_PLACE:  # Else the question would send the tensor.
+        is_of_original = func in OF_THE_ORIGINAL and func not in READS
+        if is_of_original or func in _OF_A_PLACE:  # Else the question would send the tensor.
             return func(*map(imports.replaced, args), **kwargs)
         if "device" in kwargs or func in TO_A_DEVICE:
             args, kwargs = on_device(func, args, kwargs, devices[imports.column], devices)
@@ -321,6 +322,8 @@ class RemoteFrame(Frame):
     def _compute(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
         """Compute what the present column owns; ``first`` is the first argument before it was imported."""
         imports, is_mine = self.imports, self._columns.is_mine(self.imports.column)
+        if func is Tensor.__getitem__ and not is_mine:
+            args = args[0], _by_numbers(args[1])
         if not changes_in_place(func) and not kwargs.get("inplace", False):
             result = func(*args, **kwargs)
             own(result, imports.column)
@@ -389,6 +392,15 @@ class RemoteFrame(Frame):
         with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
             told = processes.messages.hear(owner, tag)
         return self._columns.stand_ins(told, column)
+
+
+def _by_numbers(index: Any) -> Any:
+    """Return an index with numbers in the place of masks whose values are here: those tell the shape of the result."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, Tensor) and part.dtype in MASKS and not isinstance(part, StandIn)
+        found += part.nonzero(as_tuple=True) if is_mask else [part]
+    return tuple(found)
 
 
 def _place_of(frame: Any) -> str:
