@@ -6,7 +6,7 @@ takes less than a minute on two CPU cores. Every process runs this script and ma
 weights of its own half of the model. The last process kills itself at step 12 of the first run. The other one says that
 it has waited in vain; torchrun starts both again, and they go on with the checkpoint of step 10.
 
-In the end the model is saved as a whole, and the first process loads it without torchgpipe, to write a line.
+In the end the model is saved as a whole, and the first process loads it without torchgpipe.
 The example needs `pip install transformers`.
 """
 
@@ -20,6 +20,7 @@ from pydoc_data.topics import topics
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchgpipe
@@ -61,7 +62,7 @@ def build(options: argparse.Namespace) -> LlamaForCausalLM:
 def train(options: argparse.Namespace) -> list[float]:
     """Train, and return the losses, which are those of a run that nobody has interrupted."""
     characters, model = text(), build(options)
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torchgpipe.pipelined(model, windows(characters, 4, 0), chunks=4, mesh=mesh, balance="parameters")
     rank, is_first_run = dist.get_rank(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -87,12 +88,11 @@ def train(options: argparse.Namespace) -> list[float]:
     return losses
 
 
-def write(folder: Path) -> str:
-    """Return a line of the trained model, in one process."""
-    model = LlamaForCausalLM.from_pretrained(folder)
-    begin = torch.tensor([list(b"The ")])
-    ids = model.generate(begin, max_new_tokens=40, do_sample=False, pad_token_id=0)
-    return bytes(ids[0].tolist()).decode("ascii", "replace")
+@torch.no_grad()
+def loss_of_saved(options: argparse.Namespace) -> float:
+    """Return the loss of the model that was saved, as a plain script loads it, on the batch of the next step."""
+    model = LlamaForCausalLM.from_pretrained(options.checkpoints / "model")
+    return float(model(**windows(text(), options.batch, options.steps)).loss)
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
     train(options)
     dist.barrier()
     if dist.get_rank() == 0:
-        print(write(options.checkpoints / "model"))
+        print(f"step {options.steps}  loss {loss_of_saved(options):.4f}, of the plain model that was saved", flush=True)
     dist.destroy_process_group()
 
 

@@ -195,6 +195,11 @@ class Pipeline:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings, arguments = self.settings, Arguments(args, kwargs)
         if self.together is not None:
+            if scaler is not None:
+                raise ValueError(
+                    "over several processes, each would skip other steps by the infinities in its own gradients; leave "
+                    "scaler out, and use torch.bfloat16, which needs none"
+                )
             with self.together.processes.at_step():
                 return self._step(arguments, target, scaler)
         if verify_on_oom(on_oom or settings.on_oom) == "raise":

@@ -218,7 +218,7 @@ class RemoteImports(Imports):
         before, following = expected.get(self.i, {}).pop(number, None), expected.get(self.i + 1)
         if before is not None and not before.is_like(message):
             self._settle(number, before)
-        if messages.expects and following is not None:
+        if following is not None:
             following[number] = message
             if not message.is_sent:
                 messages.expect(message.form, message.peer, tag_of(TENSORS, self.i + 1, number))

@@ -8,8 +8,9 @@ the same connection, a thread of gloo's waits for the sender in a loop, which ta
 it: longer than a short layer. So who knows what comes next asks for it beforehand, at the end of an action, and the
 message has arrived when it is needed.
 
-Where the group of processes cannot send from the memory of an accelerator, the host copies a tensor to its own memory
-first, and behind the message back to the device.
+All messages are those of gloo, whose operations have tags: NCCL runs operations in their order, and both ends would
+have to come to the same. So the host copies a tensor of an accelerator to its own memory first, and behind the message
+back to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import is_shared, versions
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.processes.stand_in import Form
 
@@ -43,25 +44,20 @@ class Messages:
     """The messages of one process to the others of its pipeline.
 
     Args:
-        group: the processes, for tensors
-        control: the same processes, for what the host sends and reads
+        group: the processes; gloo, whose operations have tags
 
     Attributes:
         counts: how many messages and bytes were sent, by what they are
-        expects: whether it is of use to expect messages
     """
 
-    def __init__(self, group: Any, control: Any) -> None:
-        self._group, self._control = group, control
-        self._on_devices = "nccl" in dist.get_backend(group)
+    def __init__(self, group: Any) -> None:
+        self._group = group
         self._sending: deque[tuple[Any, Tensor, Tensor, int]] = deque()
         self._lock = threading.Lock()
         #: By the rank that it comes from and its tag, what is expected, and what was asked for.
         self._expected: dict[tuple[int, int], Form] = {}
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._abandoned: list[_Asked] = []
-        # NCCL runs operations in the order in which they are given: what comes later would have to wait.
-        self.expects = not self._on_devices
         self.counts: Counter[str] = Counter()
 
     def send(self, tensor: Tensor, to: int, tag: int, what: str = "tensors") -> None:
@@ -71,9 +67,7 @@ class Messages:
             return
         self.counts[f"{what} sent"] += 1
         self.counts[f"{what} bytes"] += flat.nbytes
-        if flat.device.type != "cpu" and not self._on_devices:
-            flat = flat.cpu()
-        self._begin_to_send(given, flat, to, tag)
+        self._begin_to_send(given, flat.cpu(), to, tag)
 
     def _begin_to_send(self, given: Tensor, flat: Tensor, to: int, tag: int) -> None:
         with self._lock:
@@ -84,7 +78,7 @@ class Messages:
 
     def expect(self, form: Form, source: int, tag: int) -> None:
         """Let `ask` make room for the next tensor with a tag, which `receive` returns."""
-        if self.expects and all(form.shape):
+        if all(form.shape):
             self._expected[source, tag] = form
 
     def ask(self) -> None:
@@ -113,8 +107,7 @@ class Messages:
             return self._asked.pop((source, tag), None) or self._ask(form, source, tag)
 
     def _ask(self, form: Form, source: int, tag: int) -> _Asked:
-        device = form.device if self._on_devices else torch.device("cpu")
-        flat = torch.empty(math.prod(_sent_shape(form)), dtype=form.dtype, device=device)
+        flat = torch.empty(math.prod(_sent_shape(form)), dtype=form.dtype)
         return _Asked(flat, dist.irecv(flat, group=self._group, group_src=source, tag=tag))
 
     def send_gradients(self, grads: Sequence[Leaf], forms: Sequence[Form], to: int, tag: int) -> None:
@@ -131,20 +124,12 @@ class Messages:
         flat = [None if grad is None else _elements_of(grad.detach()) for grad in grads]
         self.counts["gradients sent"] += len(flat) - flat.count(None)
         self.counts["gradients bytes"] += sum([elements.nbytes for elements in flat if elements is not None])
-        if not self._on_devices:
-            packed, places = torch.empty(_packed(forms).shape, dtype=torch.uint8), _places(forms)
-            packed[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header))
-            for place, elements in zip(places, flat):
-                if elements is not None:
-                    _part(packed, place, elements.numel(), elements.dtype).copy_(elements)
-            self._begin_to_send(packed, packed, to, tag)
-            return
-        self.send_numbers(header, to, tag)
-        for grad, elements in zip(grads, flat):
-            if grad is not None and elements is not None and elements.numel():
-                # Autograd adds the gradient of the next micro-batch in place to what it shares.
-                own = elements.clone() if is_shared(grad) else elements
-                self._begin_to_send(own, own, to, tag)
+        packed, places = torch.empty(_packed(forms).shape, dtype=torch.uint8), _places(forms)
+        packed[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header))
+        for place, elements in zip(places, flat):
+            if elements is not None:
+                _part(packed, place, elements.numel(), elements.dtype).copy_(elements)
+        self._begin_to_send(packed, packed, to, tag)
 
     def expect_gradients(self, forms: Sequence[Form], source: int, tag: int) -> None:
         """See `expect`, of what `send_gradients` will send."""
@@ -152,16 +137,10 @@ class Messages:
 
     def receive_gradients(self, forms: Sequence[Form], source: int, tag: int) -> list[Leaf]:
         """Return what `send_gradients` has sent."""
-        length = _length_of(forms)
-        if self._on_devices:
-            numbers = iter(self.receive_numbers(length, source, tag))
-        else:
-            packed = self.receive(_packed(forms), source, tag)
-            numbers = iter(packed[: 8 * length].view(torch.int64).tolist())
+        packed = self.receive(_packed(forms), source, tag)
+        numbers = iter(packed[: 8 * _length_of(forms)].view(torch.int64).tolist())
         strides = [[next(numbers) for _ in form.shape] if next(numbers) else None for form in forms]
         laid = [None if own is None else form._replace(stride=tuple(own)) for own, form in zip(strides, forms)]
-        if self._on_devices:
-            return [None if form is None else self.receive(form, source, tag) for form in laid]
         return [
             None
             if form is None
@@ -175,13 +154,13 @@ class Messages:
         for rank in to:
             self.send_numbers([len(data)], rank, tag)
             with self._lock:
-                work = dist.isend(data, group=self._control, group_dst=rank, tag=tag)
+                work = dist.isend(data, group=self._group, group_dst=rank, tag=tag)
                 self._sending.append((work, data, data, 0))
 
     def hear(self, source: int, tag: int) -> Any:
         """Return what `tell` of ``source`` has sent."""
         data = torch.empty(self.receive_numbers(1, source, tag)[0], dtype=torch.uint8)
-        dist.recv(data, group=self._control, group_src=source, tag=tag)
+        dist.recv(data, group=self._group, group_src=source, tag=tag)
         return pickle.loads(data.numpy().tobytes())
 
     def flush(self) -> None:
@@ -217,13 +196,13 @@ class Messages:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self.counts["headers sent"] += 1
         with self._lock:
-            work = dist.isend(tensor, group=self._control, group_dst=to, tag=tag)
+            work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
             self._sending.append((work, tensor, tensor, 0))
 
     def receive_numbers(self, count: int, source: int, tag: int) -> list[int]:
         """Return ``count`` integers that come from ``source``."""
         numbers = torch.empty(count, dtype=torch.int64)
-        dist.recv(numbers, group=self._control, group_src=source, tag=tag)
+        dist.recv(numbers, group=self._group, group_src=source, tag=tag)
         result: list[int] = numbers.tolist()
         return result
 

@@ -61,18 +61,15 @@ class Processes:
         table = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
         make: Any = dist.new_subgroups_by_enumeration
         # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
-        self._control = make(table.tolist(), timeout=timeout, backend="gloo")[0]
-        on_devices = "nccl" in dist.get_backend()
-        tensors = make(table.tolist(), timeout=timeout)[0] if on_devices else self._control
+        self._group = make(table.tolist(), timeout=timeout, backend="gloo")[0]
         self.replica_group: Any = None
         if mesh.ndim == 2:  # For gradients on their devices, and for numbers of the host.
-            both = "cpu:gloo,cuda:nccl" if on_devices else None
+            both = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else None
             self.replica_group = make(table.T.tolist(), timeout=timeout, backend=both)[0]
         self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
         self._part, self._closed, self._phase, self._timeout = part, False, "", timeout
-        self.rank, self.size = dist.get_rank(self._control), dist.get_world_size(self._control)
-        self.messages = Messages(tensors, self._control)
-        self._tensors = tensors
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self.messages = Messages(self._group)
         self.owners: Sequence[int] = []
         self.step = 0
         self._store, self._prefix = default_store(), f"torchgpipe/{next(_numbers)}/{self.replica}"
@@ -132,7 +129,7 @@ class Processes:
         mine = torch.tensor([int(failed), checksum, number, bits])
         replies = [torch.empty_like(mine) for _ in range(self.size)]
         with self.exchanging("whether all are ready"):
-            dist.all_gather(replies, mine, group=self._control)
+            dist.all_gather(replies, mine, group=self._group)
         rows = torch.stack(replies).tolist()
         refused = [rank for rank, row in enumerate(rows) if row[0]]
         others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
@@ -183,7 +180,7 @@ class Processes:
         """
         values: list[Any] = [None] * self.size
         with self.exchanging(what):
-            dist.all_gather_object(values, value, group=self._control)
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def all_succeed(self, action: Callable[[], Any], what: str) -> None:
@@ -212,7 +209,7 @@ class Processes:
         """Give ``tensor`` the values that it has in ``source``."""
         with self.exchanging(what):
             on_host = tensor.detach().cpu().contiguous()
-            dist.broadcast(on_host, group=self._control, group_src=source)
+            dist.broadcast(on_host, group=self._group, group_src=source)
             if self.rank != source:
                 tensor.detach().copy_(on_host)
 
@@ -220,7 +217,7 @@ class Processes:
         """Return what ``source`` tells; it can be pickled."""
         told = [value]
         with self.exchanging("what a module returns", [source]):
-            dist.broadcast_object_list(told, group=self._control, group_src=source)
+            dist.broadcast_object_list(told, group=self._group, group_src=source)
         return told[0]
 
     def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
@@ -320,10 +317,10 @@ class Processes:
         self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
         self._closed = True
         self.messages.forget()
-        for group in {id(group): group for group in (self._tensors, self._control, self.replica_group)}.values():
+        for group in (self._group, self.replica_group):
             if group is not None:
                 dist.destroy_process_group(group)
-        del self._tensors, self._control, self.messages
+        del self._group, self.messages
 
     @contextmanager
     def exchanging(self, what: str, peers: Sequence[int] | None = None) -> Iterator[None]:
@@ -367,4 +364,4 @@ class Processes:
 
     def _ranks(self, ranks: Sequence[int]) -> str:
         """Return ranks of the pipeline as those of all processes, as text."""
-        return ", ".join([str(dist.get_global_rank(self._control, rank)) for rank in ranks])
+        return ", ".join([str(dist.get_global_rank(self._group, rank)) for rank in ranks])
