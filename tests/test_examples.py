@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import runpy
 import sys
@@ -108,6 +109,24 @@ def test_distributed_language_model_learns_what_the_pipeline_in_one_process_lear
     losses = re.findall(r"\d\.\d{6}", said[0])
     assert len(losses) == 2
     assert re.findall(r"\d\.\d{6}", once) == losses
+
+
+def said_of_processes(arguments: str, restarts: int) -> str:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    try:
+        return said_in_a_group("processes", arguments)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_processes_go_on_after_one_was_killed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    small = f"--layers 2 --width 16 --batch 4 --steps 8 --kill-at 7 --checkpoints {tmp_path}"
+    waited, _ = launch(2, said_of_processes, small, 0, victim=1)
+    assert "rank 0, partition 0 of 2 has waited in step" in waited and "from rank 1, in vain" in waited
+    said, _ = launch(2, said_of_processes, small, 1)
+    assert re.findall(r"^step (.)  loss \d", said.replace("step  ", "step "), re.MULTILINE) == ["5", "6", "7", "8"]
+    assert said.rstrip().endswith("of the plain model that was saved")
 
 
 def demo(tmp_path: Path) -> str:
