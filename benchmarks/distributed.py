@@ -1,8 +1,9 @@
 """The cost of a pipeline over several processes, beside one that is written by hand and beside the ideal.
 
-A GPT is trained three ways, in the same processes, in turn:
+A GPT is trained four ways, in the same processes, in turn:
 
 - `ours`: DistributedGPipe, which gives every process the loss;
+- `any`: the same model by `pipelined`, which takes any model, and runs all of its forward in each process;
 - `hand`: the stages and the 1F1B schedule of torch.distributed.pipelining with code written for this model, which
   leaves the losses of the micro-batches in the last process;
 - the ideal: each stage's layers alone, without a pipeline. With t the time of a micro-batch on a stage, forward and
@@ -19,6 +20,7 @@ bandwidth that are measured between the processes. Both are computed from a resu
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
+import torchgpipe
 from benchmarks.cost import step_seconds
 from benchmarks.models import gpt
 from benchmarks.program import Part, Program
@@ -103,6 +106,31 @@ class Bench:
         def step() -> None:
             optimizer.zero_grad()
             model.step(input, target)
+            optimizer.step()
+
+        return step
+
+    def any_model(self, m: int) -> Callable[[], Any]:
+        model: Any = copy.deepcopy(self.layers)
+        input, target = self.batch(m)
+        names = [name for name, _ in model.named_children()]
+        places = torch.arange(len(names)).tensor_split(self.n)
+        balance = {names[k]: j for j, part in enumerate(places) for k in part.tolist()}
+        torchgpipe.pipelined(
+            model,
+            input[: 2 * self.shape.rows],
+            chunks=m,
+            mesh=init_device_mesh(self.device.type, (self.n,)),
+            devices=[self.device],
+            balance=balance,
+            loss_fn=cross_entropy,
+            verify=False,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model.step(input, target=target)
             optimizer.step()
 
         return step
@@ -207,13 +235,14 @@ class Bench:
 
     def row(self, m: int) -> dict[str, Any]:
         """Measure both ways with m micro-batches."""
-        ours, hand = self.seconds(self.ours(m), self.hand(m))
+        ours, any_model, hand = self.seconds(self.ours(m), self.any_model(m), self.hand(m))
         texts = self.shape.rows * m
         return {
             "chunks": m,
             "ours": spread(texts / x for x in ours),
             "hand": spread(texts / x for x in hand),
             "ours_over_hand": ratios(ours, hand),
+            "any_over_hand": ratios(any_model, hand),
             "measured_ms": statistics.median(ours) * 1000,
         }
 
@@ -279,6 +308,7 @@ def distributed(result: dict[str, Any]) -> str:
         "ours": lambda row: f"{row['ours']['median']:.1f}",
         "by hand": lambda row: f"{row['hand']['median']:.1f}",
         **{"ideal": "ideal:.1f", "ours / by hand": "ours_over_hand:2"},
+        **{"any model / by hand": "any_over_hand:2"},
         **{"step, ms": "measured_ms:.0f", "predicted, ms": "predicted_ms:.0f"},
     }
     return table_of(rows, columns)

@@ -287,7 +287,8 @@ class Processes:
         """
         self._phase = "prepares"
         try:
-            yield
+            with self._naming_peers():
+                yield
             self._flush()
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}")
@@ -302,11 +303,22 @@ class Processes:
         """Surround the backward of a step, to which `at_step` was around forward."""
         self._phase = "runs"
         try:
-            yield
+            with self._naming_peers():
+                yield
             self._flush()
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}, in backward")
             self._close(error)
+            raise
+
+    @contextmanager
+    def _naming_peers(self) -> Iterator[None]:
+        """Name this process in an error of gloo that a message has raised on its way, as when its receiver has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "gloo" in str(error) and "in vain" not in str(error):
+                self._lost(error, "an answer to its messages", self._ranks(self.others))
             raise
 
     def _flush(self) -> None:
