@@ -14,7 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training, windows
+from benchmarks import (
+    balance,
+    batch_norm,
+    distributed,
+    host_time,
+    memory,
+    offload,
+    plan,
+    schedules,
+    simulated_gpus,
+    training,
+    windows,
+)
 from benchmarks.campaigns import faults, packages, robustness
 from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.gpu import gpu_table
@@ -27,7 +39,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 
 #: Whose parts have tables.
 BENCHMARKS = (
-    *(balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, training, windows),
+    *(balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, simulated_gpus, training, windows),
     *(faults, packages, robustness),
 )
 
@@ -107,6 +119,7 @@ TABLES |= {
         ("pipelined", "pipelined"),
         ("plan", "plan"),
         ("windows", "windows"),
+        ("simulated_gpus", "simulated_gpus"),
     )
 }
 TABLES |= {

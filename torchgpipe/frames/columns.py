@@ -37,8 +37,8 @@ class Message(NamedTuple):
     is_sent: bool
 
     def is_like(self, other: Message) -> bool:
-        """Return whether another message has the same ends, shape and dtype, which both ends know."""
-        return (self.form.shape, self.form.dtype, *self[1:]) == (other.form.shape, other.form.dtype, *other[1:])
+        """Return whether another message has the same ends and form, which both ends know."""
+        return (*self.form[:3], *self[1:]) == (*other.form[:3], *other[1:])
 
 
 class Columns(list[Column]):
@@ -78,12 +78,14 @@ class Columns(list[Column]):
         processes: Processes | None = None,
         remote_doors: RemoteDoors | None = None,
         users: Mapping[Tensor, frozenset[int]] | None = None,
+        buffers: Mapping[int, tuple[Tensor, int]] | None = None,
     ) -> None:
         super().__init__()
         self.streams, self.aliases, self.owner = streams, aliases, owner
         self.listener, self.patience = listener, patience
         self.devices, self.members = settings.devices, settings.members
         self.processes, self.remote_doors, self.users = processes, remote_doors, users or {}
+        self.buffers = buffers or {}
         #: The places where glue has read values that one process has, each with what it called.
         self.reads: dict[str, str] = {}
         #: By micro-batch, for each whose arguments have the forms of those before: by their numbers, the messages that

@@ -20,7 +20,6 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.remote_doors import run_on_stand_ins
-from torchgpipe.frames.settings import find_door, iterate_tensors
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.frames.weights import add_shared
@@ -55,13 +54,7 @@ class JointRun(InOnePiece):
         self.note: Note = lambda roots: None
         self._together, self._aliases, self._users = together, aliases, together.users
         self._processes = together.processes
-        settings = together.settings
-        #: The columns of buffers within modules of the spine, by their ids.
-        self._buffers = {
-            id(tensor): settings.column_of(full)
-            for full, child, name, tensor in iterate_tensors(module)
-            if name in child._buffers and find_door(full, settings.doors) is not None
-        }
+        self._buffers = together.buffers
         #: What stands for parameters that another process takes the gradients of.
         self.dummies: dict[Tensor, Tensor] = {}
 
@@ -85,9 +78,9 @@ class JointRun(InOnePiece):
 
     def _with_values(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the model's with its values: of a parameter, one process takes the gradients."""
-        processes, column = self._processes, self._buffers.get(id(tensor))
-        if column is not None:
-            return processes.shared(tensor, processes.owners[column], "a buffer")
+        processes, buffer = self._processes, self._buffers.get(id(tensor))
+        if buffer is not None:
+            return processes.shared(tensor, processes.owners[buffer[1]], "a buffer")
         parameter = self._aliases.parameter_of(tensor)
         users = self._users.get(parameter) if tensor.grad_fn is None else None
         if users is None:
@@ -118,6 +111,8 @@ class JointRun(InOnePiece):
         with self._switched_off(), unobserved():
             if owner == processes.rank:
                 output = call.run(door, args, kwargs, given, device)
+                # Others have its values from now on.
+                output = mapped(output, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor)
             else:
                 output = call.hear(door, args, kwargs, given, device)
             exchanged.hand_over()

@@ -134,7 +134,10 @@ class MiniBatch:
         self._following: dict[tuple[int, int], int] = {}
         if columns.processes is not None:
             forms = [described(tuple(arguments), []) for arguments in inputs]
-            columns.expected = {i: {} for i in range(1, self._m) if forms[i] == forms[i - 1]}
+            # With several columns in a process, frames that take other ways pass them in other orders at both ends.
+            is_certain = len({*columns.processes.owners}) == self._n
+            expecting = range(1, self._m if is_certain else 0)
+            columns.expected = {i: {} for i in expecting if forms[i] == forms[i - 1]}
             backward_of = [(j, i) for kind, i, j in self._agenda.actions if kind in "BI"]
             for (j, i), (c, k) in pairwise(sorted(backward_of, key=itemgetter(0))):  # Else in the order of the agenda.
                 if j == c:

@@ -29,6 +29,10 @@ from torchgpipe.processes.stand_in import Form, StandIn, form_of
 __all__ = ["RemoteDoors", "run_on_stand_ins"]
 
 
+#: The most calls that are remembered.
+_MOST = 10_000
+
+
 class _Effect(NamedTuple):
     """What a call of a module does, as far as other processes need to know it.
 
@@ -162,6 +166,8 @@ class RemoteDoors:
             calls.remove()
             changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
             effect = _Effect(abstracted((output, calls.outputs), given), calls.names, changed)
+            if len(self._published) >= _MOST:
+                self._published.clear()
             self._published[key] = effect
             self._processes.publish(_word_of(key), pickle.dumps(effect))
             return
@@ -179,6 +185,8 @@ class RemoteDoors:
         """Return stand-ins for what a module of another process returns."""
         key, given = self._note(door, args, kwargs)
         if key not in self._known:
+            if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
+                self._known.clear()
             self._known[key] = self._found(door, key, args, kwargs, given)
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.

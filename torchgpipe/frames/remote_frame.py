@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,10 +42,10 @@ __all__ = ["RemoteFrame"]
 #: The attribute of a tensor without a node of autograd with the column that owns it.
 _HOME = "_torchgpipe_home"
 
-#: The attribute of a tensor with the ranks that it was sent to.
+#: The attribute of a tensor with the ranks that each frame has sent it to: a module may return one tensor to several.
 _SENT = "_torchgpipe_sent"
 
-#: The attribute of a stand-in with the values that were received for it.
+#: The attribute of a stand-in with the values that each frame has received for it.
 _RECEIVED = "_torchgpipe_received"
 
 
@@ -112,7 +113,10 @@ class RemoteImports(Imports):
         if isinstance(tensor, StandIn):
             return tensor.home
         node = tensor.grad_fn
-        return vars(tensor).get(_HOME) if node is None else self._home(node)
+        if node is not None:
+            return self._home(node)
+        buffer = self._columns.buffers.get(id(tensor))
+        return vars(tensor).get(_HOME) if buffer is None else buffer[1]
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """See `Imports.import_tensor`."""
@@ -186,18 +190,19 @@ class RemoteImports(Imports):
 
     def _send(self, tensor: Tensor, place: Any, target: int, number: int) -> None:
         """Send a tensor, unless it was sent there before, for another column."""
-        sent: set[int] = vars(tensor).setdefault(_SENT, set())
+        sent: set[int] = vars(tensor).setdefault(_SENT, WeakKeyDictionary()).setdefault(self, set())
         if target not in sent:
             sent.add(target)
             doors, messages = self._columns.remote_doors, self._processes.messages
             assert doors is not None
-            tensor = doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, self.i, number))
+            tensor = doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, 0, number))
             self._note_message(number, Message(form_of(tensor), target, True))
             messages.send(tensor, target, tag_of(TENSORS, self.i, number))
 
     def _received(self, tensor: Tensor, place: Any, source: int, number: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
-        value: Tensor | None = vars(tensor).get(_RECEIVED)
+        values: WeakKeyDictionary[Imports, Tensor] = vars(tensor).setdefault(_RECEIVED, WeakKeyDictionary())
+        value = values.get(self)
         if value is None:
             form, doors = (
                 form_of(tensor)._replace(device=self._columns.devices[self.column]),
@@ -206,10 +211,10 @@ class RemoteImports(Imports):
             assert doors is not None
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
             with self._processes.exchanging(what, [source]):
-                form = doors.find_strides(form, place, source, tag_of(STRIDES, self.i, number))
+                form = doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
                 self._note_message(number, Message(form, source, False))
                 value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
-            vars(tensor)[_RECEIVED] = value
+            values[self] = value
         return self._on_this_device(value)
 
     def _note_message(self, number: int, message: Message) -> None:
@@ -225,7 +230,7 @@ class RemoteImports(Imports):
 
     def settle(self) -> None:
         """Settle what was expected of this micro-batch in vain; both ends know, as they find the same crossings."""
-        for number, message in self._columns.expected.get(self.i, {}).items():
+        for number, message in [*self._columns.expected.get(self.i, {}).items()]:
             self._settle(number, message)
 
     def _settle(self, number: int, message: Message) -> None:

@@ -15,7 +15,7 @@ from torchgpipe.frames.abstract import Abstract, abstracted, described
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.remote_doors import RemoteDoors
-from torchgpipe.frames.settings import Settings
+from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
 from torchgpipe.frames.weights import add_shared, users_of
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.processes import Processes
@@ -34,6 +34,7 @@ class Together:
     Attributes:
         processes, settings: see above
         users: the columns that use each parameter
+        buffers: the buffers in modules of the spine, by their ids, each with its column
         doors: the modules of other processes
     """
 
@@ -41,17 +42,23 @@ class Together:
         self.processes, self.settings = processes, settings
         self.doors = RemoteDoors(processes, settings)
         self.users: dict[Tensor, frozenset[int]] = {}
+        self.buffers: dict[int, tuple[Tensor, int]] = {}
         #: What a mini-batch is like, as a number that is the same in all processes.
         self._checksums: dict[Any, int] = {}
 
     def find_users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
         """Note and return the columns that use each parameter of a model, which may have got others."""
         self.users = users_of(module, self.settings)
+        self.buffers = {
+            id(tensor): (tensor, self.settings.column_of(full))
+            for full, child, name, tensor in iterate_tensors(module)
+            if name in child._buffers and find_door(full, self.settings.doors) is not None
+        }
         return self.users
 
     def for_columns(self) -> dict[str, Any]:
         """Return what columns know of other processes."""
-        return {"processes": self.processes, "remote_doors": self.doors, "users": self.users}
+        return {"processes": self.processes, "remote_doors": self.doors, "users": self.users, "buffers": self.buffers}
 
     def begin(self, module: nn.Module, batch: SplitBatch, numbers: RandomNumbers, modes: Any, kind: str) -> None:
         """Agree with the other processes on a mini-batch.
@@ -77,7 +84,9 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        checksum = self._checksum((kind, torch.is_grad_enabled(), described([tuple(part) for part in parts], [])))
+        checksum = self._checksum(
+            (kind, numbers.follows, torch.is_grad_enabled(), described([tuple(part) for part in parts], []))
+        )
         of_modes = self._checksum((modes, trained))
         (seed, *_), _ = self.processes.agree(zlib.crc32(b"%d %d" % (checksum, of_modes)), numbers.seed, 1.0)
         numbers.begin_with(seed)

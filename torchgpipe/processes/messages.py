@@ -79,7 +79,8 @@ class Messages:
     def expect(self, form: Form, source: int, tag: int) -> None:
         """Let `ask` make room for the next tensor with a tag, which `receive` returns."""
         if all(form.shape):
-            self._expected[source, tag] = form
+            with self._lock:
+                self._expected[source, tag] = form
 
     def ask(self) -> None:
         """Ask for what is expected."""

@@ -11,7 +11,7 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -118,11 +118,7 @@ class Processes:
         Raises:
             RuntimeError: another process has failed, prepares another step, has ended, or does not answer.
         """
-        if self._closed:
-            raise RuntimeError(
-                f"{self.place}: an earlier step has failed, and its tensors are lost on their way; start all processes "
-                "again from the last checkpoint"
-            )
+        self._verify_open()
         self.step += 1
         self._phase = "has agreed"
         (bits,) = struct.unpack("q", struct.pack("d", weight))
@@ -301,6 +297,7 @@ class Processes:
     @contextmanager
     def at_backward(self) -> Iterator[None]:
         """Surround the backward of a step, to which `at_step` was around forward."""
+        self._verify_open()
         self._phase = "runs"
         try:
             with self._naming_peers():
@@ -311,9 +308,16 @@ class Processes:
             self._close(error)
             raise
 
+    def _verify_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                f"{self.place}: an earlier step has failed, and its tensors are lost on their way; start all processes "
+                "again from the last checkpoint"
+            )
+
     @contextmanager
     def _naming_peers(self) -> Iterator[None]:
-        """Name this process in an error of gloo that a message has raised on its way, as when its receiver has ended."""
+        """Name this process in an error of gloo that a message has raised, as when its receiver has ended."""
         try:
             yield
         except RuntimeError as error:
@@ -326,7 +330,8 @@ class Processes:
             self.messages.flush()
 
     def _close(self, error: BaseException) -> None:
-        self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
+        with suppress(RuntimeError):  # The store may be in a process that has ended.
+            self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
         self._closed = True
         self.messages.forget()
         for group in (self._group, self.replica_group):

@@ -120,6 +120,11 @@ class RandomNumbers:
         self._base = seed
 
     @property
+    def follows(self) -> tuple[bool, bool]:
+        """Whether the generators of the CPU, and of devices, follow the micro-batches."""
+        return self._swaps.cpu, self._swaps.device
+
+    @property
     def seed(self) -> int:
         """The seed of the mini-batch; 0 if nothing is drawn."""
         return self._base

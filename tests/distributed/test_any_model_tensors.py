@@ -1,0 +1,111 @@
+"""Tensors that a module returns again and again, buffers that glue reads, and modules that some micro-batches skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchgpipe
+from tests.distributed.launch import launch
+from torchgpipe.processes.stand_in import StandIn
+
+pytestmark = pytest.mark.slow
+
+
+class Table(nn.Module):
+    """Returns a buffer beside its output: the same object each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x), self.table
+
+
+class Returned(nn.Module):
+    """Once, the tensor was taken for sent by the micro-batch before, and values from nowhere were used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Table(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, table = self.first(x)
+        return self.second(x) * table
+
+
+class ReadByGlue(Returned):
+    """Once, its process took the buffer for one that all have, and the others waited for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.first(x)
+        return self.second(x) * self.first.table  # type: ignore[operator]
+
+
+class Skipping(nn.Module):
+    """Once, both ends expected what crosses in another order, and one waited for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x0 = x
+        for k, block in enumerate(self.blocks):
+            if k % 3 == 0 or x0[0, k] > 0:
+                x = block(x).tanh()
+        return x
+
+
+def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return kind().double(), torch.randn(12, 4).double()
+
+
+def train(kind: type[nn.Module], partitions: int, schedule: str, verify: bool) -> Any:
+    model, x = made(kind)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    how: dict[str, Any] = {"partitions": partitions, "schedule": schedule, "verify": verify}
+    sample = x[:2].abs()  # All of its rows take all modules.
+    torchgpipe.pipelined(model, sample, chunks=6, mesh=mesh, balance="parameters", loss_fn=square, **how)
+    losses = [model.step(x).item() for _ in range(3)]  # type: ignore[operator]
+    own = [(name, one.grad) for name, one in nn.Module.named_parameters(model) if not isinstance(one, StandIn)]
+    return losses, {name: grad.numpy() for name, grad in own if grad is not None}
+
+
+def square(output: Tensor, _: None) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "partitions", "schedule", "verify"),
+    [
+        (Returned, 2, "1F1B", False),
+        (Returned, 2, "1F1B", True),
+        (ReadByGlue, 2, "1F1B", True),
+        (Skipping, 4, "Interleaved1F1B", False),
+        (Skipping, 4, "GPipe", False),
+        (Skipping, 2, "1F1B", False),
+    ],
+)
+def test_gradients_are_those_of_the_plain_model(
+    kind: type[nn.Module], partitions: int, schedule: str, verify: bool
+) -> None:
+    model, x = made(kind)
+    losses = [square(model(rows), None) / 6 for rows in x.split(2)]
+    for _ in range(3):
+        for loss in losses:
+            loss.backward(retain_graph=True)
+    seen = set()
+    for said, grads in launch(2, train, kind, partitions, schedule, verify):
+        assert said == pytest.approx([sum(losses).item()] * 3, rel=1e-12)  # type: ignore[union-attr]
+        for name, grad in grads.items():
+            seen.add(name)
+            torch.testing.assert_close(torch.from_numpy(grad), model.get_parameter(name).grad, rtol=1e-10, atol=1e-14)
+    assert seen == {name for name, one in model.named_parameters() if one.grad is not None}
