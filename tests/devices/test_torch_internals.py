@@ -104,7 +104,9 @@ def test_whether_an_error_is_of_the_compiler() -> None:
 FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in sorted((ROOT / package).rglob("*.py"))]
 
 #: Names of modules that cannot change quietly, because modules outside PyTorch read and override them.
-OF_MODULES = {"_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"}
+OF_MODULES = {
+    *("_apply", "_buffers", "_init_weights", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"),
+}
 
 #: Names of named tuples, public in spite of the underscore.
 OF_TUPLES = {"_asdict", "_fields", "_replace"}

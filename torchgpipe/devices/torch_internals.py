@@ -5,14 +5,15 @@ other files import them from here under plain names. Each entry says what needs 
 name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. Tests of what needs an entry
 fail without it.
 
-Six names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
-``_load_from_state_dict`` and ``_reset_parameters``. Modules outside PyTorch read, define and override them, so PyTorch
-cannot change them quietly.
+Seven names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
+``_load_from_state_dict``, ``_reset_parameters``, and ``_init_weights``, which is that of transformers. Modules outside
+PyTorch read, define and override them, so PyTorch cannot change them quietly.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -64,6 +65,7 @@ __all__ = [
     "is_shared",
     "joins_unevenly",
     "keeps_graph",
+    "make_wrapper",
     "memory_of",
     "next_sequence_number",
     "own_call",
@@ -81,6 +83,7 @@ __all__ = [
     "saved_tensors_hooks_in_use",
     "sequence_number",
     "shares_memory",
+    "show_output",
     "storage_key",
     "timeout_of",
     "transforms_are_active",
@@ -89,6 +92,7 @@ __all__ = [
     "will_run",
     "without_dispatch",
     "without_dispatch_modes",
+    "without_forward_hooks",
     "without_function_mode",
     "written",
 ]
@@ -362,6 +366,13 @@ def parameter_like(parameter: Tensor, values: Tensor, *, requires_grad: bool) ->
     return Tensor._make_subclass(kind, values, requires_grad)
 
 
+#: Make a tensor of a class that has a shape, strides, a dtype and a device, and no memory.
+#:
+#: A stand-in for a tensor of another process is one. Since 1.11, for classes that wrap tensors. A tensor on the meta
+#: device could take its place, but autocast goes by the device.
+make_wrapper: Any = Tensor._make_wrapper_subclass
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share as long as they have the same memory.
 
@@ -481,6 +492,29 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     leave those that it has installed. Since 2.0. There is no public list of hooks.
     """
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def show_output(module: nn.Module, output: Any) -> None:
+    """Call the hooks of ``module`` behind its forward with an output; what they return is left out.
+
+    They may keep what a module of another process returns, of which there is a stand-in here. Since 2.0. There is no
+    public list of hooks.
+    """
+    for number, hook in [*module._forward_hooks.items()]:
+        hook(module, (), {}, output) if number in module._forward_hooks_with_kwargs else hook(module, (), output)
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Let no hook behind a forward see what the modules inside return in a ``with`` block; see `show_output`."""
+    hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
+    for child, _ in hooks:
+        child._forward_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        for child, own in hooks:
+            child._forward_hooks = own
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -495,6 +495,8 @@ class Pipeline:
     def _end(self, mini_batch: MiniBatch, rows: int) -> None:
         # Modules of the model's own may recompute, too.
         mini_batch.random_numbers.end(counts=rows > 0, recomputes=True)
+        for place, name in mini_batch.columns.reads.items():
+            self._tell(f"{place}: '{name}' reads a value that one process has, and all others wait for each of them", 3)
         if not self.settings.layout.crossed:
             self.settings.layout.crossed = mini_batch.columns.crossed
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import call_hooks, plain_call, versions
+from torchgpipe.devices.torch_internals import (
+    call_hooks,
+    forward_hooks,
+    plain_call,
+    show_output,
+    versions,
+    without_forward_hooks,
+)
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
@@ -69,7 +74,7 @@ class _Calls:
         self._handles = [
             child.register_forward_hook(partial(self._note, name))
             for name, child in module.named_modules()
-            if child._forward_hooks
+            if forward_hooks(child)[1]
         ]
 
     def _note(self, name: str, _child: nn.Module, _args: Any, output: Any) -> None:
@@ -197,14 +202,14 @@ class RemoteDoors:
         output, outputs = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
         for name, value in zip(effect.hooked, outputs):
-            _call_hooks(door.module.get_submodule(name), value)
+            show_output(door.module.get_submodule(name), value)
         return output
 
     def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:
         """Return what a module does; None if it does more than can be told."""
         held = _held((args, kwargs))
         try:
-            with _without_hooks(door.module):
+            with without_forward_hooks(door.module):
                 output, changed = run_on_stand_ins(door, args, kwargs)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
@@ -251,25 +256,6 @@ def _change(given: list[Tensor], changed: list[int]) -> None:
     """Change stand-ins in place: they have no values, but versions, and a home."""
     for k in changed:
         given[k].zero_()
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Let no hook see what the modules inside return in a ``with`` block."""
-    hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
-    for child, _ in hooks:
-        child._forward_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        for child, own in hooks:
-            child._forward_hooks = own
-
-
-def _call_hooks(module: nn.Module, output: Any) -> None:
-    """Show the hooks of a module what it has returned in another process; there, they may exchange it."""
-    for number, hook in [*module._forward_hooks.items()]:
-        hook(module, (), {}, output) if number in module._forward_hooks_with_kwargs else hook(module, (), output)
 
 
 def _held(value: Any) -> list[int]:

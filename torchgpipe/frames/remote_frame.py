@@ -15,7 +15,7 @@ A frame stops where a column of its own process begins, and passes the others by
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +33,7 @@ from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE,
 from torchgpipe.frames.imports import Imports, Known
 from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
+from torchgpipe.frames.threads import place_of
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
@@ -388,7 +389,7 @@ class RemoteFrame(Frame):
         assert processes is not None
         column, number = imports.column, imports.count_reads()
         tag, owner = tag_of(VALUES, self.i, number), processes.owners[column]
-        self._columns.reads.setdefault(_place_of(sys._getframe(2)), func.__name__)
+        self._columns.reads.setdefault(place_of(threading.get_ident()), func.__name__)
         if owner == processes.rank:
             result = func(*args, **kwargs)
             processes.messages.tell(abstracted(result), processes.others, tag)
@@ -406,10 +407,3 @@ def _by_numbers(index: Any) -> Any:
         is_mask = isinstance(part, Tensor) and part.dtype in MASKS and not isinstance(part, StandIn)
         found += part.nonzero(as_tuple=True) if is_mask else [part]
     return tuple(found)
-
-
-def _place_of(frame: Any) -> str:
-    """Return the place in the code of the model that a frame of Python is in, or was called from."""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torchgpipe", "torch"):
-        frame = frame.f_back
-    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

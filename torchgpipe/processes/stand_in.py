@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import disabled_torch_function, fake_tensor_mode, without_dispatch, written
+from torchgpipe.devices.torch_internals import (
+    disabled_torch_function,
+    fake_tensor_mode,
+    make_wrapper,
+    without_dispatch,
+    written,
+)
 
 __all__ = ["Form", "NoValues", "StandIn", "describe", "form_of"]
 
@@ -57,7 +63,7 @@ class StandIn(Tensor):
         if form.device.type == "cpu":  # No tensor is on 'cpu:0', whatever it was asked to be.
             form = form._replace(device=_CPU)
         shape, stride, dtype, device = form
-        self: StandIn = Tensor._make_wrapper_subclass(
+        self: StandIn = make_wrapper(
             cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
         )
         self.form, self.home = form, home
