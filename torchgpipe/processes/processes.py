@@ -281,31 +281,30 @@ class Processes:
 
         The others are told of a failure: before all have agreed, they go on; after that, what they wait for is lost.
         """
-        self._phase = "prepares"
-        try:
-            with self._naming_peers():
-                yield
-            self._flush()
-        except BaseException as error:
-            error.add_note(f"{self.place} at step {self.step}")
-            if self._phase == "prepares" and not self._closed:
-                self.agree(0, 0, 0.0, failed=True)
-            elif self._phase == "runs":
-                self._close(error)
-            raise
+        with self._at("prepares", ""):
+            yield
 
     @contextmanager
     def at_backward(self) -> Iterator[None]:
         """Surround the backward of a step, to which `at_step` was around forward."""
         self._verify_open()
-        self._phase = "runs"
+        with self._at("runs", ", in backward"):
+            yield
+
+    @contextmanager
+    def _at(self, phase: str, where: str) -> Iterator[None]:
+        """Surround what begins in a phase, and tell the others of a failure; ``where`` ends the note on the error."""
+        self._phase = phase
         try:
             with self._naming_peers():
                 yield
             self._flush()
         except BaseException as error:
-            error.add_note(f"{self.place} at step {self.step}, in backward")
-            self._close(error)
+            error.add_note(f"{self.place} at step {self.step}{where}")
+            if self._phase == "prepares" and not self._closed:
+                self.agree(0, 0, 0.0, failed=True)
+            elif self._phase == "runs":
+                self._close(error)
             raise
 
     def _verify_open(self) -> None:
