@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torchgpipe.model.values import container, each, is_cache, mapped, walk
 from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
 
-__all__ = ["Abstract", "abstracted", "described", "leaves_of"]
+__all__ = ["Abstract", "abstracted", "described", "leaves_of", "values_told", "without_devices"]
 
 _PLAIN = (int, float, str, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type(Ellipsis), slice)
 
@@ -79,6 +80,16 @@ def leaves_of(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[_L
         _Leaf(form_of(tensor), tensor.requires_grad, numbers.get(id(tensor), -1), first.setdefault(id(tensor), k))
         for k, tensor in enumerate(tensors)
     ]
+
+
+def values_told(value: Any, *, gather: bool) -> list[Tensor | None]:
+    """Return what other processes are told of the tensors in a value: those of one number, or all if ``gather``."""
+    return [tensor.detach().cpu() if gather or tensor.dim() == 0 else None for _, tensor in each(value)]
+
+
+def without_devices(text: str) -> str:
+    """Return a text without the numbers of devices: each process has others."""
+    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", text)
 
 
 def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> Any:

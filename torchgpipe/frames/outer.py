@@ -17,6 +17,7 @@ from torch import Tensor
 from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import has_gradient_hooks, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
+from torchgpipe.frames.abstract import values_told
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
 from torchgpipe.graph.function import Function
@@ -51,10 +52,7 @@ class Exported:
 
     def values(self, *, gather: bool) -> list[list[Tensor | None]]:
         """Return what other processes are told of the outputs: the values of numbers, or of all tensors."""
-        return [
-            [tensor.detach().cpu() if gather or tensor.dim() == 0 else None for _, tensor in each(output)]
-            for output in self._outputs
-        ]
+        return [values_told(output, gather=gather) for output in self._outputs]
 
     def fill(self, values: Sequence[Sequence[Tensor | None]]) -> None:
         """Put the values that another process has told in the place of stand-ins."""

@@ -24,7 +24,7 @@ from torchgpipe.devices.torch_internals import (
     versions,
     without_forward_hooks,
 )
-from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of
+from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
@@ -271,4 +271,4 @@ def _with_own_caches(value: Any) -> Any:
 
 def _word_of(key: Any) -> str:
     """Return a key as a word that is the same in all processes: devices have other numbers, and stand-ins strides."""
-    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)|stride=\([^)]*\)", r"\1", repr(key))
+    return re.sub(r"stride=\([^)]*\)", "", without_devices(repr(key)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.frames.abstract import Abstract, abstracted, described
+from torchgpipe.frames.abstract import Abstract, abstracted, described, values_told, without_devices
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.remote_doors import RemoteDoors
@@ -94,7 +93,7 @@ class Together:
 
     def _checksum(self, key: Any) -> int:
         if key not in self._checksums:
-            self._checksums[key] = zlib.crc32(_without_devices(repr(key)).encode())
+            self._checksums[key] = zlib.crc32(without_devices(repr(key)).encode())
         return self._checksums[key]
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:
@@ -119,8 +118,7 @@ class Together:
 
     def told(self, value: Any, *, gather: bool) -> Any:
         """Return what other processes are told of a value: numbers, and the forms of tensors, or all of it."""
-        values = [tensor.detach().cpu() if gather or tensor.dim() == 0 else None for _, tensor in each(value)]
-        return abstracted(value), values
+        return abstracted(value), values_told(value, gather=gather)
 
     def heard(self, told: tuple[Abstract, Sequence[Tensor | None]]) -> Any:
         """Return a value that another process has told, with stand-ins for tensors that it has not."""
@@ -131,11 +129,6 @@ class Together:
             forms.made((), last, self.settings.devices[last]),
             lambda stand_in: stand_in if (value := next(tensors)) is None else value.to(stand_in.device),
         )
-
-
-def _without_devices(text: str) -> str:
-    """Leave the numbers of devices out of a text: each process has others."""
-    return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", text)
 
 
 def _difference(logs: Sequence[Sequence[Sequence[Any]]]) -> str:
