@@ -68,14 +68,6 @@ class JointRun(InOnePiece):
             dummy.grad = None
         add_shared(self._users, self._aliases, self._processes)
 
-    @contextmanager
-    def _switched_off(self) -> Iterator[None]:
-        outer, self._is_off = self._is_off, True
-        try:
-            yield
-        finally:
-            self._is_off = outer
-
     def _with_values(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the model's with its values: of a parameter, one process takes the gradients."""
         processes, buffer = self._processes, self._buffers.get(id(tensor))
@@ -149,11 +141,8 @@ class _Call:
 
         entered: dict[int, Tensor] = {}
         own_args, own_kwargs = mapped((args, kwargs), enter, objects=True)
-        try:
+        with self._telling_failure():
             output = door.call_module(own_args, own_kwargs)
-        except Exception as error:
-            self._processes.tell_all(f"{type(error).__name__}: {error}", self._owner)
-            raise
         back = {id(tensor): given[key] for key, tensor in entered.items()}
         output = mapped(output, lambda tensor: back.get(id(tensor), tensor))
         values = [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(output)]
@@ -168,10 +157,7 @@ class _Call:
         Raises:
             RuntimeError: the module has failed there.
         """
-        told = self._processes.tell_all(None, self._owner)
-        if isinstance(told, str):
-            raise RuntimeError(f"in the process of rank {self._owner}: {told}")
-        values, forms, states, of_python = told
+        values, forms, states, of_python = self._told()
         try:
             output, _ = run_on_stand_ins(door, args, kwargs)  # Which does to containers what the module does.
         except Exception:
@@ -185,6 +171,22 @@ class _Call:
             if value is not None
         }
         return mapped(output, lambda tensor: filled.get(id(tensor), tensor))
+
+    @contextmanager
+    def _telling_failure(self) -> Iterator[None]:
+        """Tell the others, in the place of what they wait for, that the module has failed in this process."""
+        try:
+            yield
+        except Exception as error:
+            self._processes.tell_all(f"{type(error).__name__}: {error}", self._owner)
+            raise
+
+    def _told(self) -> Any:
+        """Return what the owner tells; see `hear` for its failure."""
+        told = self._processes.tell_all(None, self._owner)
+        if isinstance(told, str):
+            raise RuntimeError(f"in the process of rank {self._owner}: {told}")
+        return told
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""
@@ -202,20 +204,14 @@ class _Call:
     def differentiate(self, grads: Sequence[Leaf]) -> Sequence[Leaf]:
         """Differentiate the module in its process, and return the gradients of its arguments."""
         if self._owner != self._processes.rank:
-            told = self._processes.tell_all(None, self._owner)
-            if isinstance(told, str):
-                raise RuntimeError(f"in the process of rank {self._owner}: {told}")
-            return told  # type: ignore[no-any-return]
-        try:
+            return self._told()  # type: ignore[no-any-return]
+        with self._telling_failure():
             pairs = [(one, grad) for one, grad in zip(self._outputs, grads) if grad is not None]
             if pairs:
                 self._note([one for one, _ in pairs])
                 torch.autograd.backward(
                     [one for one, _ in pairs], [grad for _, grad in pairs], retain_graph=keeps_graph()
                 )
-        except Exception as error:
-            self._processes.tell_all(f"{type(error).__name__}: {error}", self._owner)
-            raise
         own: list[Leaf] = [leaf.grad for leaf in self._leaves.values()]
         for leaf in self._leaves.values():
             leaf.grad = None

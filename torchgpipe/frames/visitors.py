@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -104,12 +104,18 @@ class InOnePiece(TorchFunctionMode):
         """Return what stands for a tensor of the model's where the run is; here each has its values."""
         return tensor
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        self._is_off = True  # Asked for its device, a tensor would tell where it is needed.
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
+        """Let operations be as without this mode: asked for its device, a tensor would tell where it is needed."""
+        outer, self._is_off = self._is_off, True
         try:
-            return self._change(self._with_values(tensor))
+            yield
         finally:
-            self._is_off = False
+            self._is_off = outer
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        with self._switched_off():
+            return self._change(self._with_values(tensor))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
