@@ -70,14 +70,15 @@ class RemoteImports(Imports):
     """See `Imports`. What one frame imports into its columns, and sends to those of other processes.
 
     Attributes:
+        doors: the modules of other processes
         are_owned: whether any tensor since this was reset is owned by a column
         log: each crossing between two processes, by its number: the columns, the form, and whether a graph was recorded
     """
 
     def __init__(self, i: int, cells: list[Cell], columns: Columns) -> None:
         super().__init__(i, cells, columns)
-        assert columns.processes is not None
-        self._processes = columns.processes
+        assert columns.processes is not None and columns.remote_doors is not None
+        self._processes, self.doors = columns.processes, columns.remote_doors
         self.are_needed, self.are_owned = True, False
         self.log: list[Any] = []
         self._reads = 0
@@ -168,8 +169,7 @@ class RemoteImports(Imports):
         processes, column, form = self._processes, self.column, form_of(tensor)
         number, source, target = len(self.log), processes.owners[home], processes.owners[column]
         self.log.append((home, column, form.shape, form.dtype, records))
-        assert self._columns.remote_doors is not None
-        place = self._columns.remote_doors.place(number, column, form.shape, form.dtype)
+        place = self.doors.place(number, column, form.shape, form.dtype)
         if target == processes.rank:
             value = self._received(tensor, place, source, number)
             if not records:
@@ -194,25 +194,19 @@ class RemoteImports(Imports):
         sent: set[int] = vars(tensor).setdefault(_SENT, WeakKeyDictionary()).setdefault(self, set())
         if target not in sent:
             sent.add(target)
-            doors, messages = self._columns.remote_doors, self._processes.messages
-            assert doors is not None
-            tensor = doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, 0, number))
+            tensor = self.doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, 0, number))
             self._note_message(number, Message(form_of(tensor), target, True))
-            messages.send(tensor, target, tag_of(TENSORS, self.i, number))
+            self._processes.messages.send(tensor, target, tag_of(TENSORS, self.i, number))
 
     def _received(self, tensor: Tensor, place: Any, source: int, number: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
         values: WeakKeyDictionary[Imports, Tensor] = vars(tensor).setdefault(_RECEIVED, WeakKeyDictionary())
         value = values.get(self)
         if value is None:
-            form, doors = (
-                form_of(tensor)._replace(device=self._columns.devices[self.column]),
-                self._columns.remote_doors,
-            )
-            assert doors is not None
+            form = form_of(tensor)._replace(device=self._columns.devices[self.column])
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
             with self._processes.exchanging(what, [source]):
-                form = doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
+                form = self.doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
                 self._note_message(number, Message(form, source, False))
                 value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
             values[self] = value
@@ -282,14 +276,13 @@ class RemoteFrame(Frame):
         return self._columns.is_mine(column) and column > self._granted
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
-        columns, column = self._columns, self.imports.column
-        assert columns.remote_doors is not None
-        if not columns.is_mine(column):
-            return columns.remote_doors.call(door, args, kwargs, column)
-        call = columns.remote_doors.begin(door, args, kwargs)
+        column, doors = self.imports.column, self.imports.doors
+        if not self._columns.is_mine(column):
+            return doors.call(door, args, kwargs, column)
+        call = doors.begin(door, args, kwargs)
         output = super()._call(door, args, kwargs)
         tensors = [tensor for _, tensor in each(output)]
-        columns.remote_doors.end(door, call, output, tensors)
+        doors.end(door, call, output, tensors)
         given = set(map(id, call.given))
         own([tensor for tensor in tensors if id(tensor) not in given], column)
         return output

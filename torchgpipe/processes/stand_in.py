@@ -98,7 +98,7 @@ class StandIn(Tensor):
         if effect is None:
             if len(_known) >= _MOST:  # As of an operation with another number in each step.
                 _known.clear()
-            effect = _known[key] = _effect_of(func, args, kwargs)
+            effect = _known[key] = _effect_of(func, args, kwargs, tensors)
         home = max([tensor.home for tensor in tensors if isinstance(tensor, StandIn)])
         for number in effect.written:
             tensor = tensors[number]
@@ -221,14 +221,18 @@ def _exchanged(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
+def _effect_of(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _Effect:
     """Find what an operation does, on fake tensors.
+
+    Args:
+        func: the operation
+        args, kwargs: its arguments
+        given: the tensors among them, in the order of their numbers
 
     Raises:
         NoValues: it needs values.
     """
     mode = fake_tensor_mode()
-    given = [*_tensors((args, kwargs))]
     fakes: dict[int, Tensor] = {}
     places = [form.device for form in map(form_of, given) if form.device.type != "cpu"]
 
@@ -253,8 +257,8 @@ def _effect_of(func: Any, args: Any, kwargs: Any) -> _Effect:
         raise
     forms = [(k, form_of(tensor), form_of(fakes[id(tensor)])) for k, tensor in enumerate(given)]
     reshaped = [(k, after._replace(device=before.device)) for k, before, after in forms if before[:2] != after[:2]]
-    numbers = {id(fakes[id(tensor)]): k for k, tensor in reversed([*enumerate(given)])}
     of_given = {id(tensor): k for k, tensor in reversed([*enumerate(given)])}
+    numbers = {id(fakes[key]): k for key, k in of_given.items()}
     changed = [of_given[id(tensor)] for tensor in _tensors(written(func, args, kwargs))]
 
     def formed(tensor: Tensor) -> Any:
