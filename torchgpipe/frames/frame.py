@@ -181,11 +181,11 @@ class Frame(TorchFunctionMode):
                 f"not do with the sample; give a sample that takes this way, or a balance that keeps '{name}' and what "
                 "is called before it in one partition"
             )
-        assert self._coroutine is not None
         self.imports.forget()
         self._leave()
         self.end_work(failed=False)
         if self._stops_before(column):
+            assert self._coroutine is not None
             self._wanted = column
             self._coroutine.pause()
         self._enter(column)

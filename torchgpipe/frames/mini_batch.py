@@ -118,7 +118,9 @@ class MiniBatch:
         self._verifies = verified is not None
         #: The tensors among the caller's arguments, with their versions.
         self._callers: list[tuple[weakref.ref[Tensor], int]] = []
-        self._threads = Threads() if self._n > 1 else None
+        mine = tuple(map(columns.is_mine, range(self._n)))
+        # A frame stops only where a column of this process begins, so one column needs no threads.
+        self._threads = Threads() if sum(mine) > 1 else None
         kind = Frame if columns.processes is None else RemoteFrame
         self._frames = [
             kind(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence, carried)
@@ -126,7 +128,6 @@ class MiniBatch:
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
-        mine = tuple(map(columns.is_mine, range(self._n)))
         self._agenda = _agenda_of(tuple(map(tuple, program)), mine, backward=backward)
         #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
         self.crossings: list[Any] = [None] * self._m

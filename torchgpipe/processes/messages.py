@@ -123,8 +123,9 @@ class Messages:
         header = [number for grad in grads for number in ([0] if grad is None else [1, *grad.stride()])]
         header += [0] * (_length_of(forms) - len(header))
         flat = [None if grad is None else _elements_of(grad.detach()) for grad in grads]
-        self.counts["gradients sent"] += len(flat) - flat.count(None)
-        self.counts["gradients bytes"] += sum([elements.nbytes for elements in flat if elements is not None])
+        sizes = [elements.nbytes for elements in flat if elements is not None]
+        self.counts["gradients sent"] += len(sizes)
+        self.counts["gradients bytes"] += sum(sizes)
         packed, places = torch.empty(_packed(forms).shape, dtype=torch.uint8), _places(forms)
         packed[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header))
         for place, elements in zip(places, flat):
