@@ -1,14 +1,16 @@
 """Does a training run over several processes survive harm to one of them?
 
-Each trial is a run under torchrun in which one process, drawn at random, raises an exception, is killed, or hangs: in a
-layer, while it saves a checkpoint, or between two steps. torchrun starts all of them again. Each trial records:
+Each trial is a run under torchrun in which one process, drawn at random, raises an exception, is killed, or hangs: in
+forward or backward of a layer, while it saves a checkpoint, or between two steps. A Sequential is trained by
+DistributedGPipe, and every second time a model that is none by `pipelined`. torchrun starts all processes again. Each
+trial records:
 
 - whether the run ends, with the losses of a run that was not interrupted, bit for bit;
 - whether the other processes have ended by themselves, with errors that name them and the process they waited for;
 - whether a process is left behind.
 
     python -m benchmarks.campaigns.faults             # -> results/faults.json; 24 trials, ten minutes
-    python -m benchmarks.campaigns.faults --trials 3
+    python -m benchmarks.campaigns.faults --trials 200
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ __all__ = ["lines", "main", "tells", "trial"]
 
 #: The last one gives every restart a store of its own: in a shared one gloo would find addresses of the run before.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+#: What is trained.
+MODELS = ("sequential", "any")
 
 COUNTED = ("ended", "same_losses", "others_that_told", "left_behind")
 
@@ -95,7 +100,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def tells(error: dict[str, Any], rank: int) -> bool:
     """Return whether an error names its process, and the awaited process or the checkpoint that could not be saved."""
     text = error["error"]
-    names_itself = re.match(rf"rank {rank}, stage {rank} of \d", text)
+    names_itself = re.match(rf"rank {rank}, (stage|partition) {rank} of \d", text)
     waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
     saving = re.search(r"could not save the checkpoint of step \d+ .* together with all other processes", text)
     return bool(names_itself and (waited or saving))
@@ -110,15 +115,15 @@ def alive(pid: int) -> bool:
 
 
 def random_harms(trials: int, processes: int) -> list[Harm]:
-    """Return harms at random, kills first. A process that comes to harm while it saves does so at a step that saves."""
+    """Return harms at random. A process that comes to harm while it saves does so at a step that saves."""
     random_ = random.Random(0)
     saves = [step for step in range(STEPS) if (step + 1) % 3 == 0]
     result = []
     for k in range(trials):
-        kind = "kill" if k < 20 else ["raise", "hang"][k % 2]
-        place = random_.choice(["layer", "layer", "between", "save"])
+        kind = random_.choice(["kill", "kill", "raise", "hang"])
+        place = random_.choice(["layer", "backward", "between", "save"])
         step = random_.choice(saves) if place == "save" else random_.randrange(STEPS)
-        result.append(Harm(kind, place, random_.randrange(processes), step))
+        result.append(Harm(kind, place, random_.randrange(processes), step, MODELS[k % 2]))
     return result
 
 
@@ -134,24 +139,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def faults(result: dict[str, Any]) -> str:
-    """Return a table of outcomes by the kind and the place of the harm."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Return a table of outcomes by the model, and the kind and the place of the harm."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        groups.setdefault((row["kind"], row["place"]), []).append(row)
+        groups.setdefault((row["model"], row["kind"], row["place"]), []).append(row)
     lines = [[*key, len(rows), *(sum(row[name] for row in rows) for name in COUNTED)] for key, rows in groups.items()]
-    header = ["harm", "where", "trials", "ended", "same losses", "others that told", "left behind"]
+    header = ["model", "harm", "where", "trials", "ended", "same losses", "others that told", "left behind"]
     return table(sorted(lines), header)
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the outcomes of the trials so far."""
     about = {"steps": STEPS, "timeout": TIMEOUT, "trials_wanted": args.trials}
-    expected = trial(args.processes, Harm("none"))["losses"]
-    assert len(expected) == STEPS
+    expected = {model: trial(args.processes, Harm("none", model=model))["losses"] for model in MODELS}
+    assert {*map(len, expected.values())} == {STEPS}
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(args.at_once) as pool:
         for row in pool.map(partial(trial, args.processes), random_harms(args.trials, args.processes)):
-            row["same_losses"] = row.pop("losses") == expected
+            row["same_losses"] = row.pop("losses") == expected[row["model"]]
             rows.append(row)
             print(row, flush=True)
             yield {**about, **summary(rows)}
@@ -162,7 +167,7 @@ PARTS = {"faults": Part("faults", measure, {"what has come of the trials": fault
 
 def main() -> None:
     program = Program("faults", __doc__, PARTS)
-    program.add("--trials", type=int, default=24, help="the first 20 of them are kills")
+    program.add("--trials", type=int, default=24)
     program.add("--processes", type=int, default=2)
     program.add("--at-once", type=int, default=2, help="trials that run side by side")
     program.run()

@@ -1,6 +1,6 @@
 """The child of faults.py: a training run that comes to harm, and that torchrun starts again.
 
-It writes one line for each step that it has made, and one for each error that ends a process. The harm comes once, in
+It trains a Sequential by DistributedGPipe, or a model that is none by `pipelined`. It writes one line for each step that it has made, and one for each error that ends a process. The harm comes once, in
 the first of the runs: to one process, at one step, in the middle of a micro-batch, while it saves, or between steps.
 """
 
@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+import torchgpipe
 from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
 __all__ = ["STEPS", "TIMEOUT", "Harm", "main", "note", "train"]
@@ -34,15 +36,17 @@ class Harm(NamedTuple):
 
     Attributes:
         kind: 'raise', 'kill' or 'hang'; 'none' for an uninterrupted run
-        place: 'layer', 'save' or 'between'
+        place: 'layer', 'backward', 'save' or 'between'
         rank: to whom
         step: when
+        model: what is trained: 'sequential' or 'any'
     """
 
     kind: str
     place: str = "layer"
     rank: int = 0
     step: int = 0
+    model: str = "sequential"
 
     def strike(self, place: str, step: int) -> None:
         """Do harm if this is the place, the process and the step."""
@@ -61,12 +65,29 @@ class Layer(nn.Linear):
     """A layer with something random, which counts steps, and may come to harm in one."""
 
     harm = Harm("none")
-    step = 0
+    step = -1  # The sample runs before the first step.
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor:
-            self.harm.strike("layer", self.step)
-        return F.dropout(super().forward(x).tanh(), 0.2, self.training)
+        if type(x) is not Tensor:  # It stands for one of another process.
+            return super().forward(x).tanh()
+        self.harm.strike("layer", self.step)
+        y = super().forward(x).tanh()
+        if y.requires_grad:
+            y.register_hook(lambda _: self.harm.strike("backward", self.step))
+        return F.dropout(y, 0.2, self.training)
+
+
+class Residual(nn.Module):
+    """A model that is no Sequential: what is between its layers runs in every process."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Layer(8, 8) for _ in range(count)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.mse_loss(x, target)
 
 
 class FragileCheckpoints(Checkpoints):
@@ -80,14 +101,22 @@ class FragileCheckpoints(Checkpoints):
         self.harm.strike("save", self.step)
 
 
-def train(folder: Path, harm: Harm) -> None:
-    """Train to the end, from the last checkpoint."""
+def build(model: str) -> Any:
+    """Return the model in this process."""
     n = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers = nn.Sequential(*[Layer(8, 8) for _ in range(2 * n)])
-    model = DistributedGPipe(layers, [2] * n, chunks=4, loss_fn=F.mse_loss)
+        if model == "sequential":
+            layers = nn.Sequential(*[Layer(8, 8) for _ in range(2 * n)])
+            return DistributedGPipe(layers, [2] * n, chunks=4, loss_fn=F.mse_loss)
+        sample, mesh = tuple(torch.rand(2, 4, 8)), init_device_mesh("cpu", (n,))
+        return torchgpipe.pipelined(Residual(2 * n), sample, chunks=4, balance="parameters", mesh=mesh)
+
+
+def train(folder: Path, harm: Harm) -> None:
+    """Train to the end, from the last checkpoint."""
+    model = build(harm.model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     checkpoints = FragileCheckpoints(folder / "checkpoints", model, optimizer, timeout=timedelta(seconds=TIMEOUT))
     Layer.harm = checkpoints.harm = harm
