@@ -1,7 +1,8 @@
 """The child of faults.py: a training run that comes to harm, and that torchrun starts again.
 
-It trains a Sequential by DistributedGPipe, or a model that is none by `pipelined`. It writes one line for each step that it has made, and one for each error that ends a process. The harm comes once, in
-the first of the runs: to one process, at one step, in the middle of a micro-batch, while it saves, or between steps.
+It trains a Sequential by DistributedGPipe, or a model that is none by `pipelined`, and writes one line for each step
+that it has made, and one for each error that ends a process. The harm comes once, in the first of the runs: to one
+process, at one step, in forward or backward of a layer, while it saves, or between steps.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torchgpipe.distributed import Checkpoints, DistributedGPipe
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(torchgpipe.__file__).parent.parent / "docs" / "scaling.rst"
+DOCS = Path(torchgpipe.__file__).parent.parent / "docs"
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -27,24 +27,43 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(16, 64, generator=draw), torch.randint(10, (16,), generator=draw)
 
 
-def run(found: list[snippets.Snippet], source: str, folder: str, **names: Any) -> None:
-    """Run code that initialises its process group, in a process that already has one."""
+def run(found: list[snippets.Snippet], source: str, folder: str, **names: Any) -> dict[str, Any]:
+    """Run code that initialises its process group, in a process that already has one; return all names."""
     os.chdir(folder)
     dist.init_process_group = lambda **options: None
     dist.destroy_process_group = lambda: None
     for snippet in found:
         snippets.run(snippet, source, names)
+    return names
 
 
 def page(folder: str) -> None:
-    text = PAGE.read_text().replace('"cuda"', '"cpu"')
+    text = (DOCS / "scaling.rst").read_text().replace('"cuda"', '"cpu"')
     text = text.replace("range(begin, 1000)", "range(begin, 10)").replace("% 100 == 0", "% 5 == 0")
     found = snippets.in_rst(text)
     assert len(found) >= 2
     loss_fn = nn.functional.cross_entropy
-    run(found, PAGE.name, folder, replicas=1, stages=2, balance=[1, 2], loss_fn=loss_fn)
+    run(found, "scaling.rst", folder, replicas=1, stages=2, balance=[1, 2], loss_fn=loss_fn)
     valid = dist.get_rank() == 0 and Checkpoints("runs/first", nn.Linear(1, 1)).steps()
     assert valid is False or 10 in valid
+
+
+def trainer_page(folder: str) -> None:
+    """Train over two processes, and then the plain model in this one, by the plain Trainer."""
+    names = run(snippets.in_rst((DOCS / "scaling" / "trainer.rst").read_text()), "trainer.rst", folder, torch=torch)
+    plain = names["AutoModelForCausalLM"].from_pretrained("llama", dtype=torch.float32)
+    names["settings"].output_dir, names["settings"].save_strategy = f"plain-{dist.get_rank()}", "no"
+    import transformers
+
+    trainer = transformers.Trainer(plain, names["settings"], train_dataset=names["dataset"])
+    trainer.train()
+    ours, expected = [
+        [row[key] for row in each.state.log_history for key in ("loss", "grad_norm") if key in row]
+        for each in (names["trainer"], trainer)
+    ]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-3, atol=1e-4)
+    tuned = names["AutoModelForCausalLM"].from_pretrained("tuned", dtype=torch.float32)
+    torch.testing.assert_close(tuned.state_dict(), plain.state_dict(), rtol=1e-2, atol=1e-4)
 
 
 def docstring(folder: str) -> None:
@@ -58,6 +77,11 @@ def docstring(folder: str) -> None:
 
 def test_code_of_the_page(tmp_path: Path) -> None:
     launch(2, page, str(tmp_path))
+
+
+def test_code_of_the_page_on_the_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    launch(2, trainer_page, str(tmp_path))
 
 
 def test_code_of_the_docstring(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from torchgpipe.frames.pipelined_module import runs_of
 from torchgpipe.model.given import MicroBatches
 
 __all__ = ["PipelineTrainer"]
@@ -31,7 +32,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     Raises:
         TypeError: the model is not pipelined.
-        ValueError: the loss is not the model's own, the optimizer steps in backward, or there are several processes.
+        ValueError: the loss is not the model's own, or the optimizer steps in backward; or there are several processes,
+            and the Trainer knows of them, or saves the optimizer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,8 +55,27 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             raise ValueError(
                 f"PipelineTrainer takes the loss that the model returns, in one process, so it has no use for "
                 f"{[name for name, is_set in no_use.items() if is_set]}; leave that out, or use transformers.Trainer, "
-                "which gives the pipelined model one batch at a time"
+                "which gives the pipelined model one batch at a time. A pipeline over several processes is one process "
+                "to the Trainer: see 'The Trainer over several processes'"
             )
+        runs = runs_of(self.model)
+        if runs is not None and runs.settings.processes is not None:
+            self._begin_over_processes()
+
+    def _begin_over_processes(self) -> None:
+        """Let the Trainer, which knows of one process, clip the gradients of all."""
+        if self.args.save_strategy != "no" and not self.args.save_only_model:
+            raise ValueError(
+                "each process has the optimizer's state of its own parameters, and a Trainer would save all of them to "
+                "one file; set save_only_model=True or save_strategy='no', and save the optimizer with "
+                "torchgpipe.distributed.Checkpoints"
+            )
+        self.accelerator.clip_grad_norm_ = self._clip_all
+
+    def _clip_all(self, _parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        self.accelerator.unscale_gradients()
+        norm: Tensor = self.model.clip_grad_norm_(max_norm, norm_type)
+        return norm
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of a window, and their labels; see the Trainer."""
