@@ -63,6 +63,19 @@ class Skipping(nn.Module):
         return x
 
 
+class AskedWhere(nn.Module):
+    """Once, each process asked the others for its own first parameter, to know where that is, and waited for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        where = next(self.parameters()).device
+        return self.blocks[2](self.blocks[1](x) + torch.ones(4, dtype=x.dtype, device=where))
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -70,7 +83,7 @@ def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
 
 def train(kind: type[nn.Module], partitions: int, schedule: str, verify: bool) -> Any:
     model, x = made(kind)
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     how: dict[str, Any] = {"partitions": partitions, "schedule": schedule, "verify": verify}
     sample = x[:2].abs()  # All of its rows take all modules.
     torchgpipe.pipelined(model, sample, chunks=6, mesh=mesh, balance="parameters", loss_fn=square, **how)
@@ -89,6 +102,7 @@ def square(output: Tensor, _: None) -> Tensor:
         (Returned, 2, "1F1B", False),
         (Returned, 2, "1F1B", True),
         (ReadByGlue, 2, "1F1B", True),
+        (AskedWhere, 3, "1F1B", True),
         (Skipping, 4, "Interleaved1F1B", False),
         (Skipping, 4, "GPipe", False),
         (Skipping, 2, "1F1B", False),
@@ -103,9 +117,44 @@ def test_gradients_are_those_of_the_plain_model(
         for loss in losses:
             loss.backward(retain_graph=True)
     seen = set()
-    for said, grads in launch(2, train, kind, partitions, schedule, verify):
+    for said, grads in launch(3 if partitions == 3 else 2, train, kind, partitions, schedule, verify):
         assert said == pytest.approx([sum(losses).item()] * 3, rel=1e-12)  # type: ignore[union-attr]
         for name, grad in grads.items():
             seen.add(name)
             torch.testing.assert_close(torch.from_numpy(grad), model.get_parameter(name).grad, rtol=1e-10, atol=1e-14)
     assert seen == {name for name, one in model.named_parameters() if one.grad is not None}
+
+
+class Doubled(torch.autograd.Function):
+    """Calls a module in its forward, as the function of reversible layers does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: nn.ModuleList) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 2 * grad, None
+
+
+class Reversible(Skipping):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[3](Doubled.apply(self.blocks[0](x), self.blocks[1:3]))
+
+
+def refused() -> str:
+    model, x = made(Reversible)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    with pytest.raises(RuntimeError) as info:
+        torchgpipe.pipelined(model, x[:2], chunks=6, mesh=mesh, balance=[2, 2], verify=False, loss_fn=square)
+        model.step(x)  # type: ignore[operator]
+    return str(info.value)
+
+
+def test_a_function_that_calls_modules_of_two_processes_is_refused() -> None:
+    """Once, each process took its output for the other's, and one waited for ever."""
+    first, second = launch(2, refused)
+    assert "DoubledBackward begins in partition 0 and ends in another process" in second
+    assert "DoubledBackward begins in partition 0" in first

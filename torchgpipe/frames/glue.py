@@ -17,6 +17,7 @@ from torchgpipe.model.values import each
 
 __all__ = [
     "DIFFERENTIATES",
+    "OF_A_PLACE",
     "OF_THE_ORIGINAL",
     "TO_A_DEVICE",
     "begins_at_an_import",
@@ -45,6 +46,12 @@ OF_THE_ORIGINAL = {
     torch.Tensor.retain_grad,
     torch.Tensor.numpy,
     torch.Tensor.__array__,
+}
+
+#: What asks where a tensor is.
+OF_A_PLACE = {
+    torch.Tensor.get_device,
+    *[getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")],
 }
 
 #: What takes a device as its second argument, where other operations may have a number or a word.

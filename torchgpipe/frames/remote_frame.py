@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import versions
@@ -29,7 +30,7 @@ from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.columns import Columns, Message
 from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
-from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
+from torchgpipe.frames.glue import DIFFERENTIATES, OF_A_PLACE, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
 from torchgpipe.frames.imports import Imports, Known
 from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
@@ -48,13 +49,6 @@ _SENT = "_torchgpipe_sent"
 
 #: The attribute of a stand-in with the values that each frame has received for it.
 _RECEIVED = "_torchgpipe_received"
-
-
-#: What asks where a tensor is.
-_OF_A_PLACE = {
-    Tensor.get_device,
-    *[getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")],
-}
 
 
 def own(value: Any, column: int) -> None:
@@ -116,7 +110,15 @@ class RemoteImports(Imports):
             return tensor.home
         node = tensor.grad_fn
         if node is not None:
-            return self._home(node)
+            home = self._home(node)
+            if isinstance(node, BackwardCFunction) and not self._columns.is_mine(home):
+                # Its values are here, and its node is older than the columns of this process.
+                raise RuntimeError(
+                    f"{node.name()} begins in partition {home} and ends in another process: one autograd Function "
+                    "calls modules of both, as that of reversible layers does; give a balance that keeps them in one "
+                    "process"
+                )
+            return home
         buffer = self._columns.buffers.get(id(tensor))
         return vars(tensor).get(_HOME) if buffer is None else buffer[1]
 
@@ -293,7 +295,7 @@ class RemoteFrame(Frame):
             return func(*args, **kwargs)
         imports, devices = self.imports, self._columns.devices
         is_of_original = func in OF_THE_ORIGINAL and func not in READS
-        if is_of_original or func in _OF_A_PLACE:  # Else the question would send the tensor.
+        if is_of_original or func in OF_A_PLACE:  # Else the question would send the tensor.
             return func(*map(imports.replaced, args), **kwargs)
         if "device" in kwargs or func in TO_A_DEVICE:
             args, kwargs = on_device(func, args, kwargs, devices[imports.column], devices)

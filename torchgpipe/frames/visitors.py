@@ -15,7 +15,7 @@ from torchgpipe.devices.torch_internals import without_function_mode
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner
 from torchgpipe.frames.frame import Frame
-from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, changes_in_place
+from torchgpipe.frames.glue import DIFFERENTIATES, OF_A_PLACE, OF_THE_ORIGINAL, changes_in_place
 from torchgpipe.frames.settings import name_of
 from torchgpipe.model.values import each, mapped
 from torchgpipe.transport.copier import copier
@@ -130,6 +130,7 @@ class InOnePiece(TorchFunctionMode):
         to_place = self._change if place is None else copier(self._streams, place, self._devices)
 
         def change(tensor: Tensor) -> Tensor:
-            return to_place(self._with_values(tensor))
+            # The first parameter is another one in each process, so who asks where it is must not ask others for it.
+            return to_place(tensor if func in OF_A_PLACE else self._with_values(tensor))
 
         return func(*mapped(args, change), **mapped(kwargs, change))
