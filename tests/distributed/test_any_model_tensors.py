@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 import torchgpipe
 from tests.distributed.launch import launch
@@ -76,6 +77,39 @@ class AskedWhere(nn.Module):
         return self.blocks[2](self.blocks[1](x) + torch.ones(4, dtype=x.dtype, device=where))
 
 
+class Padded(AskedWhere):
+    """Once refused: `pad_sequence` makes its result itself, with values, and writes to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[2](pad_sequence([self.blocks[1](x[:1]), x], batch_first=True))
+
+
+class StateCache:
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+
+class Stateful(nn.Linear):
+    def forward(self, x: Tensor, cache: StateCache) -> Tensor:
+        cache.states.append(super().forward(x))
+        return cache.states[-1].tanh()
+
+
+class Cached(nn.Module):
+    """Once, a process sent what the cache held to a module that did not use it, and the receiver had no such thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Stateful(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = StateCache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -103,6 +137,8 @@ def square(output: Tensor, _: None) -> Tensor:
         (Returned, 2, "1F1B", True),
         (ReadByGlue, 2, "1F1B", True),
         (AskedWhere, 3, "1F1B", True),
+        (Padded, 2, "1F1B", False),
+        (Cached, 3, "1F1B", False),
         (Skipping, 4, "Interleaved1F1B", False),
         (Skipping, 4, "GPipe", False),
         (Skipping, 2, "1F1B", False),

@@ -228,7 +228,7 @@ class Frame(TorchFunctionMode):
                     self.go_to(door.column, door.name)
             exchanged: Exchanged | None = None
             if imports.begin_here:
-                exchanged = Exchanged(args, kwargs, imports.import_tensor)
+                exchanged = self._exchanged(args, kwargs)
                 args, kwargs = exchanged.args, exchanged.kwargs
                 for value in (*args, *kwargs.values()):
                     if is_cache(value):
@@ -240,6 +240,9 @@ class Frame(TorchFunctionMode):
                 for _, tensor in each(output):
                     imports.mark_made(tensor)
             return output
+
+    def _exchanged(self, args: Any, kwargs: Any) -> Exchanged:
+        return Exchanged(args, kwargs, self.imports.import_tensor)
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call the module behind a door of this column; its arguments are imports."""

@@ -35,8 +35,8 @@ from torchgpipe.frames.imports import Imports, Known
 from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.frames.threads import place_of
-from torchgpipe.model.values import each, mapped
-from torchgpipe.processes.stand_in import StandIn, form_of
+from torchgpipe.model.values import Exchanged, each, is_cache, mapped
+from torchgpipe.processes.stand_in import NoValues, StandIn, computed_as_a_whole, form_of
 from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
@@ -277,6 +277,17 @@ class RemoteFrame(Frame):
     def _stops_before(self, column: int) -> bool:
         return self._columns.is_mine(column) and column > self._granted
 
+    def _exchanged(self, args: Any, kwargs: Any) -> Exchanged:
+        """Return the arguments in the present column; a cache stays: each process has what its modules put there."""
+        caches = {key: value for key, value in (*enumerate(args), *kwargs.items()) if is_cache(value)}
+        if not caches:
+            return super()._exchanged(args, kwargs)
+        others = tuple([None if k in caches else value for k, value in enumerate(args)])
+        exchanged = super()._exchanged(others, {k: None if k in caches else value for k, value in kwargs.items()})
+        exchanged.args = tuple([caches.get(k, value) for k, value in enumerate(exchanged.args)])
+        exchanged.kwargs = {k: caches.get(k, value) for k, value in exchanged.kwargs.items()}
+        return exchanged
+
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
         if not self._columns.is_mine(column):
@@ -326,7 +337,10 @@ class RemoteFrame(Frame):
         if func is Tensor.__getitem__ and not is_mine:
             args = args[0], _by_numbers(args[1])
         if not changes_in_place(func) and not kwargs.get("inplace", False):
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except NoValues:
+                result = computed_as_a_whole(func, args, kwargs)
             own(result, imports.column)
             return result
         if is_mine or isinstance(args[0], StandIn):

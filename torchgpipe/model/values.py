@@ -83,8 +83,7 @@ def container(value: Any, *, caches: bool = False, objects: bool = False) -> Con
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if hasattr(value, field.name)]
     elif (caches and is_cache(value)) or (objects and hasattr(value, "__dict__") and is_plain_object(value)):
-        # The layers of a cache are opened with caches alone: 32 of them are passed to each of 32 modules.
-        names = [name for name in vars(value) if name != "layers" or caches or not is_cache(value)]
+        names = list(vars(value))
     else:
         return None
     return Container(kind, names, [getattr(value, name) for name in names], lambda new: _assigned(value, names, new))

@@ -24,7 +24,7 @@ from torchgpipe.devices.torch_internals import (
     written,
 )
 
-__all__ = ["Form", "NoValues", "StandIn", "describe", "form_of"]
+__all__ = ["Form", "NoValues", "StandIn", "computed_as_a_whole", "describe", "form_of"]
 
 
 class NoValues(RuntimeError):
@@ -91,14 +91,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        tensors: list[Tensor] = []
-        key = (func, *[_describe_argument(value, tensors) for value in (*args, *kwargs.items())])
-        effect = _known.get(key)
-        if effect is None:
-            if len(_known) >= _MOST:  # As of an operation with another number in each step.
-                _known.clear()
-            effect = _known[key] = _effect_of(func, args, kwargs, tensors)
+        effect, tensors = _found(func, args, kwargs or {})
         home = max([tensor.home for tensor in tensors if isinstance(tensor, StandIn)])
         for number in effect.written:
             tensor = tensors[number]
@@ -111,6 +104,34 @@ class StandIn(Tensor):
         for number, form in effect.reshaped:
             _reshape(tensors[number], form)
         return _made(effect.value, tensors, home)
+
+
+def computed_as_a_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a function does that writes to a tensor which it makes itself, as `pad_sequence` does.
+
+    Its operations cannot be told one by one: what it makes has values in every process.
+
+    Raises:
+        NoValues: it needs values.
+    """
+    effect, tensors = _found(func, args, kwargs)
+    home = max([tensor.home for tensor in tensors if isinstance(tensor, StandIn)])
+    made = _made(effect.value, tensors, home)
+    if isinstance(made, StandIn) and torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        made.requires_grad_(made.is_floating_point())
+    return made
+
+
+def _found(func: Any, args: Any, kwargs: Any) -> tuple[_Effect, list[Tensor]]:
+    """Return what an operation does, and the tensors among its arguments, in the order of their numbers."""
+    tensors: list[Tensor] = []
+    key = (func, *[_describe_argument(value, tensors) for value in (*args, *kwargs.items())])
+    effect = _known.get(key)
+    if effect is None:
+        if len(_known) >= _MOST:  # As of an operation with another number in each step.
+            _known.clear()
+        effect = _known[key] = _effect_of(func, args, kwargs, tensors)
+    return effect, tensors
 
 
 def _reshape(tensor: Tensor, form: Form) -> None:
@@ -259,7 +280,8 @@ def _effect_of(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _E
     reshaped = [(k, after._replace(device=before.device)) for k, before, after in forms if before[:2] != after[:2]]
     of_given = {id(tensor): k for k, tensor in reversed([*enumerate(given)])}
     numbers = {id(fakes[key]): k for key, k in of_given.items()}
-    changed = [of_given[id(tensor)] for tensor in _tensors(written(func, args, kwargs))]
+    writes = written(func, args, kwargs) if hasattr(func, "_schema") else []  # A function of Python tells nothing.
+    changed = [of_given[id(tensor)] for tensor in _tensors(writes)]
 
     def formed(tensor: Tensor) -> Any:
         number = numbers.get(id(tensor))
