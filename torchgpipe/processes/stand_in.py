@@ -201,6 +201,8 @@ def describe(value: Any, other: Callable[[Any], Any], tensors: list[Tensor]) -> 
         return kind, value  # 1, 1.0 and True are equal.
     if kind is tuple or kind is list:
         return (kind, *[describe(item, other, tensors) for item in value])
+    if kind is dict:
+        return (kind, *value, *[describe(item, other, tensors) for item in value.values()])
     if isinstance(value, Tensor):
         tensors.append(value)
         # Like a stand-in: both ends of a crossing look up the same words.
