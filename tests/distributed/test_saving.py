@@ -213,7 +213,9 @@ def lora() -> Any:
     plain = gpt2()  # imports transformers in the way that another process needs
     from peft import LoraConfig, get_peft_model
 
-    options = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    options = LoraConfig(
+        r=2, target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+    )
     return get_peft_model(plain, options)
 
 
@@ -223,3 +225,5 @@ def test_adapters_of_all_processes_are_one_file(tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path)
     adapters = [parameter for name, parameter in loaded.named_parameters() if "lora_B" in name]
     assert len(adapters) == 3 and all([bool((parameter == 3).all()) for parameter in adapters])
+    weights = [parameter for name, parameter in loaded.named_parameters() if "modules_to_save.default.weight" in name]
+    assert len(weights) == 1 and bool((weights[0] == 4).all())

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchgpipe.processes.processes import Processes
 
 __all__ = ["save_together"]
@@ -54,13 +56,15 @@ def save_together(
     folder, rank = Path(folder), processes.rank
     names = processes.gather([*state], "the names that save_pretrained saves in all processes")
     before = {name for each in names[:rank] for name in each}
+    # peft looks for whole modules that it saves beside adapters, and fails without their names.
+    absent = {name: torch.empty(0) for each in names for name in each if "modules_to_save" in name}
 
     def write() -> None:
         part = _part(folder, rank)
         shutil.rmtree(part, ignore_errors=True)
         tensors = {name: value for name, value in state.items() if name not in before}
         if tensors or rank == 0:
-            save(str(part), *args, **{**kwargs, "is_main_process": True, "state_dict": tensors})
+            save(str(part), *args, **{**kwargs, "is_main_process": True, "state_dict": absent | tensors})
 
     processes.all_succeed(write, "the files of save_pretrained")
     processes.all_succeed(
@@ -125,4 +129,5 @@ def _index(base: Path, files: list[Path]) -> None:
 def _join_adapters(place: Path, files: list[Path]) -> None:
     from safetensors.torch import load_file, save_file
 
-    save_file({name: value for file in files for name, value in load_file(file).items()}, place, {"format": "pt"})
+    tensors = [pair for file in files for pair in load_file(file).items()]
+    save_file({name: value for name, value in tensors if value.numel()}, place, {"format": "pt"})
