@@ -19,6 +19,7 @@ from torchgpipe import GPipe, pipelined
 from torchgpipe.devices.memory import memory_in_use, ran_out_of_memory
 from torchgpipe.schedule import program
 
+LESS = "to take less: smaller micro-batches (more chunks)"
 PLAN = "what torchgpipe.plan(model, sample, batch=..., memory=[...]) finds"
 
 
@@ -60,7 +61,7 @@ def test_a_step(schedule: str, checkpoint: str, cell: tuple[int, int], phase: st
     advice = "schedule='1F1B', or checkpoint='except_last', or " if checkpoint == "never" else ""
     assert shortage(lambda: model.step(pairs())) == [
         f"out of memory in {action} on cpu:{cell[1]}, under schedule={schedule!r}",
-        f"to take less: more chunks, or {advice}{PLAN}",
+        f"{LESS}, or {advice}{PLAN}",
     ]
 
 
@@ -78,7 +79,7 @@ def test_forward_and_backward_by_autograd(phase: str) -> None:
     action = "F(4,0)" if phase == "forward" else "B(4,0)"
     assert shortage(lambda: model(pairs()).sum().backward()) == [
         f"out of memory in {action} on cpu:0, with loss.backward()",
-        f"to take less: more chunks, or model.step(input, target) under schedule='1F1B', or {PLAN}",
+        f"{LESS}, or model.step(input, target) under schedule='1F1B', or {PLAN}",
     ]
 
 
@@ -90,7 +91,7 @@ def test_without_backward(pipe: Pipe) -> None:
         with torch.no_grad():
             first, *advice = shortage(lambda run=run: run(pairs()))
         assert first.startswith("out of memory in F(4,1) on ") and first.endswith("without backward")
-        assert advice == ["to take less: more chunks"]
+        assert advice == [LESS]
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -103,11 +104,11 @@ def test_a_pipelined_model(phase: str) -> None:
     rest = f"or checkpoint=True, or {PLAN}"
     assert shortage(lambda: model.step(pairs())) == [
         f"out of memory in {action} on cpu:0, under schedule='GPipe'",
-        f"to take less: more chunks, or schedule='1F1B', {rest}",
+        f"{LESS}, or schedule='1F1B', {rest}",
     ]
     assert shortage(lambda: model(pairs()).sum().backward()) == [
         f"out of memory in {action} on cpu:0, with loss.backward()",
-        f"to take less: more chunks, or model.step(input, target) under schedule='1F1B', {rest}",
+        f"{LESS}, or model.step(input, target) under schedule='1F1B', {rest}",
     ]
 
 

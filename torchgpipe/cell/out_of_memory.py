@@ -69,7 +69,7 @@ def _lines(facts: MiniBatchFacts, action: Action, device: torch.device) -> Itera
     if use is not None:
         allocated, reserved, total = map(shown_size, use)
         yield f"{device} has {total}: {allocated} in tensors, {reserved} reserved"
-    remedies = ["more chunks"]
+    remedies = ["smaller micro-batches (more chunks)"]
     if facts.backward:
         step = "" if facts.schedule else "model.step(input, target) under "
         remedies += [f"{step}schedule='1F1B'"] if facts.schedule in (None, "GPipe", "ZeroBubble") else []
