@@ -54,7 +54,8 @@ class Abstract(NamedTuple):
             else:
                 made.append(made[number] if number < k else StandIn(_here(form, device), column, requires_grad))
         tensors = iter(made)
-        return next(tensors) if isinstance(self.value, Tensor) else mapped(self.value, lambda _: next(tensors))
+        value = self.value
+        return next(tensors) if isinstance(value, Tensor) else mapped(value, lambda _: next(tensors), objects=True)
 
 
 def _here(form: Form, device: torch.device) -> Form:
@@ -64,9 +65,9 @@ def _here(form: Form, device: torch.device) -> Form:
 
 def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     """Return a value without its tensors' values; those that are among ``arguments`` are known by their numbers."""
-    tensors = [tensor for _, tensor in each(value)]
+    tensors = [tensor for _, tensor in each(value, objects=True)]
     leaves, known = leaves_of(tensors, arguments), set(map(id, tensors))
-    # What is within caches and objects is of no use elsewhere.
+    # What is within caches is of no use elsewhere.
     empty = mapped(value, lambda tensor: torch.empty(0) if id(tensor) in known else None, caches=True, objects=True)
     is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
     return Abstract(empty, leaves, is_plain)

@@ -7,7 +7,7 @@ node in all processes, whose backward runs in the owner, which tells the others 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
-from torchgpipe.model.values import Exchanged, each, mapped
+from torchgpipe.model.values import Exchanged, each, is_cache, mapped, put_in_place
 from torchgpipe.processes.processes import Processes
 
 __all__ = ["JointRun"]
@@ -97,7 +97,7 @@ class JointRun(InOnePiece):
         with unobserved():
             exchanged = Exchanged(args, kwargs, self._copied)
         args, kwargs = exchanged.args, exchanged.kwargs
-        given = {id(tensor): tensor for _, tensor in each((args, kwargs))}
+        given = {id(tensor): tensor for _, tensor in each((args, kwargs), objects=True)}
         device, owner = self._devices[j], processes.owners[j]
         call = _Call(processes, owner, lambda roots: self.note(roots))
         with self._switched_off(), unobserved():
@@ -107,8 +107,20 @@ class JointRun(InOnePiece):
                 output = mapped(output, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor)
             else:
                 output = call.hear(door, args, kwargs, given, device)
+            added = _added(args, kwargs, given)
+            output, joined = call.in_graph(
+                (output, call.filled(added)), [tensor for tensor in given.values() if tensor.requires_grad], given
+            )
+            put_in_place((args, kwargs), dict(zip(map(id, added), joined)))
             exchanged.hand_over()
-            return call.in_graph(output, [tensor for tensor in given.values() if tensor.requires_grad], given)
+            return output
+
+
+def _added(args: Any, kwargs: Any, given: Mapping[int, Tensor]) -> list[Tensor]:
+    """Return the tensors that a call has put into the containers that it was given, but for caches."""
+    values = [value for value in (*args, *kwargs.values()) if not is_cache(value)]  # Those are filled by their owner.
+    found = {id(tensor): tensor for _, tensor in each(values, objects=True)}
+    return [tensor for key, tensor in found.items() if key not in given]
 
 
 class _Call:
@@ -125,6 +137,12 @@ class _Call:
         #: In the owner, the arguments that require grad, by the ids of those given.
         self._leaves: dict[int, Tensor] = {}
         self._outputs: list[Tensor] = []
+        #: By the ids of stand-ins, the values that the owner has told.
+        self._values: dict[int, Tensor] = {}
+
+    def filled(self, value: Any) -> Any:
+        """Return a value with those that the owner has told in the place of stand-ins."""
+        return mapped(value, lambda tensor: self._values.get(id(tensor), tensor), objects=True)
 
     def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> Any:
         """Run the module, tell the others, and return its output, without what is among its arguments."""
@@ -140,15 +158,21 @@ class _Call:
             return entered[id(tensor)]
 
         entered: dict[int, Tensor] = {}
-        own_args, own_kwargs = mapped((args, kwargs), enter, objects=True)
+        exchanged = Exchanged(args, kwargs, enter)
+        begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
         with self._telling_failure():
-            output = door.call_module(own_args, own_kwargs)
+            output = door.call_module(exchanged.args, exchanged.kwargs)
+        exchanged.hand_over()
         back = {id(tensor): given[key] for key, tensor in entered.items()}
-        output = mapped(output, lambda tensor: back.get(id(tensor), tensor))
-        values = [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(output)]
+        output = mapped(output, lambda tensor: back.get(id(tensor), tensor), objects=True)
+        made = [tensor for _, tensor in each((output, _added(args, kwargs, given)), objects=True)]
+        values = [None if id(tensor) in given else tensor.detach().cpu() for tensor in made]
         states = [state_of(generator) for generator in generators_of(device)]
+        # Those of processes differ, and to take over one would look as if the module had drawn from it.
+        drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
+        drawn_in_python = None if python_random_states() == of_python else python_random_states()
         forms = abstracted(output, [*given.values()])
-        self._processes.tell_all((values, forms, states, python_random_states()), self._owner)
+        self._processes.tell_all((values, forms, drawn, drawn_in_python), self._owner)
         return output
 
     def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> Any:
@@ -163,14 +187,17 @@ class _Call:
         except Exception:
             output = forms.made([*given.values()], door.column, device)
         for generator, state in zip(generators_of(device), states):
-            go_on_from(generator, state)
-        set_python_random_states(of_python)
-        filled = {
+            if state is not None:
+                go_on_from(generator, state)
+        if of_python is not None:
+            set_python_random_states(of_python)
+        made = [tensor for _, tensor in each((output, _added(args, kwargs, given)), objects=True)]
+        self._values = {
             id(stand_in): value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
-            for (_, stand_in), value in zip(each(output), values, strict=True)
+            for stand_in, value in zip(made, values, strict=True)
             if value is not None
         }
-        return mapped(output, lambda tensor: filled.get(id(tensor), tensor))
+        return self.filled(output)
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:
@@ -190,7 +217,8 @@ class _Call:
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""
-        outputs = {id(tensor): tensor for _, tensor in each(output) if tensor.requires_grad and id(tensor) not in given}
+        made = {id(tensor): tensor for _, tensor in each(output, objects=True) if tensor.requires_grad}
+        outputs = {key: tensor for key, tensor in made.items() if key not in given}
         if not outputs or not torch.is_grad_enabled():
             return output
         self._outputs = [*outputs.values()]
@@ -199,7 +227,7 @@ class _Call:
         by_id = dict(zip(outputs, joined))
         if self._owner != self._processes.rank:
             self._outputs = []
-        return mapped(output, lambda tensor: by_id.get(id(tensor), tensor))
+        return mapped(output, lambda tensor: by_id.get(id(tensor), tensor), objects=True)
 
     def differentiate(self, grads: Sequence[Leaf]) -> Sequence[Leaf]:
         """Differentiate the module in its process, and return the gradients of its arguments."""

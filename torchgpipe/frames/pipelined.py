@@ -292,6 +292,8 @@ def _pipelined(
                 )
             if processes is None:  # Of several, each has a part only.
                 cast(Any, module).unpipelined()
+            else:
+                processes.fail(error)  # Others may not have failed, and would wait.
             raise
     return module
 

@@ -186,8 +186,8 @@ class RemoteDoors:
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
-    def call(self, door: Door, args: Any, kwargs: Any, column: int) -> Any:
-        """Return stand-ins for what a module of another process returns."""
+    def call(self, door: Door, args: Any, kwargs: Any, column: int) -> tuple[Any, list[Tensor]]:
+        """Return stand-ins for what a module of another process returns, and what it puts into its arguments."""
         key, given = self._note(door, args, kwargs)
         if key not in self._known:
             if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
@@ -198,15 +198,20 @@ class RemoteDoors:
             output, changed = run_on_stand_ins(door, args, kwargs)
             _change(given, changed)
             known = {id(tensor) for tensor in given}
-            return mapped(output, lambda tensor: tensor if id(tensor) in known else _owned(tensor, column))
+            output = mapped(
+                output, lambda tensor: tensor if id(tensor) in known else _owned(tensor, column), objects=True
+            )
+            return output, [one for _, one in each((args, kwargs), objects=True) if id(one) not in known]
         output, outputs = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
         for name, value in zip(effect.hooked, outputs):
             show_output(door.module.get_submodule(name), value)
-        return output
+        return output, []
 
     def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:
         """Return what a module does; None if it does more than can be told."""
+        # In copies of containers, as a module that changes one runs again.
+        args, kwargs = copied((args, kwargs))
         held = _held((args, kwargs))
         try:
             with without_forward_hooks(door.module):
@@ -248,7 +253,7 @@ def run_on_stand_ins(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]
     exchanged.hand_over()
     changed = [k for k, (a, b) in enumerate(zip(before, versions(used))) if a != b]
     originals = {id(new): tensor for tensor, new in nodes.values()}
-    return mapped(output, lambda tensor: originals.get(id(tensor), tensor)), changed
+    return mapped(output, lambda tensor: originals.get(id(tensor), tensor), objects=True), changed
 
 
 @torch.no_grad()

@@ -291,13 +291,16 @@ class RemoteFrame(Frame):
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
         if not self._columns.is_mine(column):
-            return doors.call(door, args, kwargs, column)
+            output, added = doors.call(door, args, kwargs, column)
+            own(added, column)
+            return output
         call = doors.begin(door, args, kwargs)
         output = super()._call(door, args, kwargs)
-        tensors = [tensor for _, tensor in each(output)]
+        tensors = [tensor for _, tensor in each(output, objects=True)]
         doors.end(door, call, output, tensors)
         given = set(map(id, call.given))
-        own([tensor for tensor in tensors if id(tensor) not in given], column)
+        # Also what the module has put into a list or a dict that it was given.
+        own([one for _, one in each((output, args, kwargs), objects=True) if id(one) not in given], column)
         return output
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

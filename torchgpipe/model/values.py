@@ -31,6 +31,7 @@ __all__ = [
     "is_cache",
     "is_plain_object",
     "mapped",
+    "put_in_place",
     "spread",
     "walk",
 ]
@@ -219,6 +220,20 @@ def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
     for a, b in pairs:
         if a is not b and not isinstance(a, Tensor):
             yield from _copies(a, b)
+
+
+def put_in_place(value: Any, new: Mapping[int, Tensor]) -> None:
+    """Put tensors in the place of others that lists, mappings and objects in ``value`` hold, by the ids of those."""
+    for _, item in [*walk(value, objects=True)]:
+        if isinstance(item, (Tensor, tuple)) or container(item, objects=True) is None:
+            continue
+        kind: Any = type(item)
+        put = kind.__setitem__ if isinstance(item, (list, Mapping)) else object.__setattr__
+        for key, one in _entries(item).items():
+            if isinstance(one, (Tensor, tuple)):
+                changed = mapped(one, lambda tensor: new.get(id(tensor), tensor))
+                if changed is not one:
+                    put(item, key, changed)
 
 
 def copied(value: Any, *, objects: bool = True) -> Any:

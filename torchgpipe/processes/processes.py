@@ -67,7 +67,9 @@ class Processes:
             both = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else None
             self.replica_group = make(table.T.tolist(), timeout=timeout, backend=both)[0]
         self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
-        self._part, self._closed, self._phase, self._timeout = part, False, "", timeout
+        self._part, self._phase, self._timeout = part, "", timeout
+        #: The error after which the connections were closed.
+        self._closed = ""
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.messages = Messages(self._group)
         self.owners: Sequence[int] = []
@@ -311,7 +313,7 @@ class Processes:
         if self._closed:
             raise RuntimeError(
                 f"{self.place}: an earlier step has failed, and its tensors are lost on their way; start all processes "
-                "again from the last checkpoint"
+                f"again from the last checkpoint. It was {self._closed}"
             )
 
     @contextmanager
@@ -328,10 +330,15 @@ class Processes:
         with self.exchanging("room for what it has sent"):
             self.messages.flush()
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of an error that they do not have, wherever they wait for this process."""
+        if not self._closed:
+            self._close(error)
+
     def _close(self, error: BaseException) -> None:
+        self._closed = f"{type(error).__name__}: {error}"[:500]
         with suppress(RuntimeError):  # The store may be in a process that has ended.
-            self._store.set(f"{self._prefix}/failed/{self.rank}", f"{type(error).__name__}: {error}"[:500])
-        self._closed = True
+            self._store.set(f"{self._prefix}/failed/{self.rank}", self._closed)
         self.messages.forget()
         for group in (self._group, self.replica_group):
             if group is not None:
@@ -346,6 +353,7 @@ class Processes:
             what: names what this process waits for
             peers: the ranks in the pipeline that should send it; all others if None
         """
+        self._verify_open()
         try:
             yield
         except RuntimeError as error:
