@@ -35,10 +35,11 @@ class Message(NamedTuple):
     form: Form
     peer: int
     is_sent: bool
+    shift: int = 0
 
     def is_like(self, other: Message) -> bool:
         """Return whether another message has the same ends and form, which both ends know."""
-        return (*self.form[:3], *self[1:]) == (*other.form[:3], *other[1:])
+        return (*self.form[:3], *self[1:3]) == (*other.form[:3], *other[1:3])
 
 
 class Columns(list[Column]):

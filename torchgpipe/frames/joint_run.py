@@ -29,6 +29,7 @@ from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped, put_in_place
 from torchgpipe.processes.processes import Processes
+from torchgpipe.processes.stand_in import NoValues
 
 __all__ = ["JointRun"]
 
@@ -192,6 +193,12 @@ class _Call:
         if of_python is not None:
             set_python_random_states(of_python)
         made = [tensor for _, tensor in each((output, _added(args, kwargs, given)), objects=True)]
+        if len(made) != len(values):
+            raise NoValues(
+                f"'{door.name}' does not run without values, and puts tensors into what it is given: other processes "
+                "cannot know what these are; let it return them, or give a balance that keeps it in one process with "
+                "all modules that take them"
+            )
         self._values = {
             id(stand_in): value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
             for stand_in, value in zip(made, values, strict=True)

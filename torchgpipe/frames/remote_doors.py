@@ -28,6 +28,7 @@ from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_o
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
+from torchgpipe.processes.messages import shift_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import Form, StandIn, form_of
 
@@ -101,8 +102,9 @@ class RemoteDoors:
         self._modes = 0
         #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
         self._hooks: dict[Door, list[dict[int, Any]]] = {}
-        #: The strides in which tensors cross, by their places: fake tensors do not know those of every convolution.
-        self._strides: dict[Any, tuple[int, ...]] = {}
+        #: The strides in which tensors cross, by their places: fake tensors do not know those of every convolution; and
+        #: the shift, see `shift_of`.
+        self._strides: dict[Any, tuple[tuple[int, ...], int]] = {}
         #: What modules of other processes do; None if that is to be seen again each time.
         self._known: dict[Any, _Effect | None] = {}
         #: Of modules of this process, what others may have been told.
@@ -117,20 +119,22 @@ class RemoteDoors:
         return self._modes, *place
 
     def lay_out(self, tensor: Tensor, place: Any, target: int, tag: int) -> Tensor:
-        """Return a tensor with the strides of its place, which are sent the first time."""
-        stride = self._strides.get(place)
-        if stride is None:
-            stride = self._strides[place] = tensor.stride()
-            self._processes.messages.send_numbers(stride, target, tag)
+        """Return a tensor with the strides of its place, which are sent the first time, with its shift."""
+        if place not in self._strides:
+            self._strides[place] = tensor.stride(), shift_of(tensor)
+            self._processes.messages.send_numbers([*tensor.stride(), shift_of(tensor)], target, tag)
+        stride, _ = self._strides[place]
         if stride == tensor.stride():
             return tensor
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
-    def find_strides(self, form: Form, place: Any, source: int, tag: int) -> Form:
-        """Return a form with the strides of its place, which are received the first time."""
+    def find_strides(self, form: Form, place: Any, source: int, tag: int) -> tuple[Form, int]:
+        """Return a form with the strides of its place, and the shift; both are received the first time."""
         if place not in self._strides:
-            self._strides[place] = tuple(self._processes.messages.receive_numbers(len(form.shape), source, tag))
-        return form._replace(stride=self._strides[place])
+            numbers = self._processes.messages.receive_numbers(len(form.shape) + 1, source, tag)
+            self._strides[place] = tuple(numbers[:-1]), numbers[-1]
+        stride, shift = self._strides[place]
+        return form._replace(stride=stride), shift
 
     def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what tells a call from others as far as forms go, and the tensors among the arguments."""

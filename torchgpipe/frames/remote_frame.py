@@ -208,9 +208,9 @@ class RemoteImports(Imports):
             form = form_of(tensor)._replace(device=self._columns.devices[self.column])
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
             with self._processes.exchanging(what, [source]):
-                form = self.doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
-                self._note_message(number, Message(form, source, False))
-                value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number))
+                form, shift = self.doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
+                self._note_message(number, Message(form, source, False, shift))
+                value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number), shift)
             values[self] = value
         return self._on_this_device(value)
 
@@ -223,7 +223,7 @@ class RemoteImports(Imports):
         if following is not None:
             following[number] = message
             if not message.is_sent:
-                messages.expect(message.form, message.peer, tag_of(TENSORS, self.i + 1, number))
+                messages.expect(message.form, message.peer, tag_of(TENSORS, self.i + 1, number), message.shift)
 
     def settle(self) -> None:
         """Settle what was expected of this micro-batch in vain; both ends know, as they find the same crossings."""

@@ -30,7 +30,7 @@ from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.processes.stand_in import Form
 
-__all__ = ["Messages"]
+__all__ = ["Messages", "shift_of"]
 
 
 class _Asked(NamedTuple):
@@ -55,7 +55,7 @@ class Messages:
         self._sending: deque[tuple[Any, Tensor, Tensor, int]] = deque()
         self._lock = threading.Lock()
         #: By the rank that it comes from and its tag, what is expected, and what was asked for.
-        self._expected: dict[tuple[int, int], Form] = {}
+        self._expected: dict[tuple[int, int], tuple[Form, int]] = {}
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._abandoned: list[_Asked] = []
         self.counts: Counter[str] = Counter()
@@ -76,39 +76,39 @@ class Messages:
             work = dist.isend(flat, group=self._group, group_dst=to, tag=tag)
             self._sending.append((work, given, flat, versions([given])[0]))
 
-    def expect(self, form: Form, source: int, tag: int) -> None:
+    def expect(self, form: Form, source: int, tag: int, shift: int = 0) -> None:
         """Let `ask` make room for the next tensor with a tag, which `receive` returns."""
         if all(form.shape):
             with self._lock:
-                self._expected[source, tag] = form
+                self._expected[source, tag] = form, shift
 
     def ask(self) -> None:
         """Ask for what is expected."""
         with self._lock:
-            for (source, tag), form in self._expected.items():
-                self._asked[source, tag] = self._ask(form, source, tag)
+            for (source, tag), (form, shift) in self._expected.items():
+                self._asked[source, tag] = self._ask(form, source, tag, shift)
             self._expected.clear()
 
     def abandon(self, form: Form, source: int, tag: int) -> None:
         """Throw away what was expected, when it comes: the sender has sent it for that."""
         if all(form.shape):
-            self._abandoned.append(self._asked_for(form, source, tag))
+            self._abandoned.append(self._asked_for(form, source, tag, 0))
 
-    def receive(self, form: Form, source: int, tag: int) -> Tensor:
-        """Return a tensor of this form with the values that come from ``source``."""
+    def receive(self, form: Form, source: int, tag: int, shift: int = 0) -> Tensor:
+        """Return a tensor of this form with the values that come from ``source``; see `shift_of`."""
         if not all(form.shape):
             return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-        flat, work = self._asked_for(form, source, tag)
+        flat, work = self._asked_for(form, source, tag, shift)
         work.wait()
         return _restored(flat.to(form.device), form)
 
-    def _asked_for(self, form: Form, source: int, tag: int) -> _Asked:
+    def _asked_for(self, form: Form, source: int, tag: int, shift: int) -> _Asked:
         with self._lock:
             self._expected.pop((source, tag), None)
-            return self._asked.pop((source, tag), None) or self._ask(form, source, tag)
+            return self._asked.pop((source, tag), None) or self._ask(form, source, tag, shift)
 
-    def _ask(self, form: Form, source: int, tag: int) -> _Asked:
-        flat = torch.empty(math.prod(_sent_shape(form)), dtype=form.dtype)
+    def _ask(self, form: Form, source: int, tag: int, shift: int) -> _Asked:
+        flat = torch.empty(math.prod(_sent_shape(form)) + shift, dtype=form.dtype)[shift:]
         return _Asked(flat, dist.irecv(flat, group=self._group, group_src=source, tag=tag))
 
     def send_gradients(self, grads: Sequence[Leaf], forms: Sequence[Form], to: int, tag: int) -> None:
@@ -120,7 +120,8 @@ class Messages:
             to: the rank that receives them
             tag: the tag
         """
-        header = [number for grad in grads for number in ([0] if grad is None else [1, *grad.stride()])]
+        # 0 if there is no gradient, else one more than its shift, and its strides.
+        header = [n for grad in grads for n in ([0] if grad is None else [1 + shift_of(grad), *grad.stride()])]
         header += [0] * (_length_of(forms) - len(header))
         flat = [None if grad is None else _elements_of(grad.detach()) for grad in grads]
         sizes = [elements.nbytes for elements in flat if elements is not None]
@@ -128,9 +129,9 @@ class Messages:
         self.counts["gradients bytes"] += sum(sizes)
         packed, places = torch.empty(_packed(forms).shape, dtype=torch.uint8), _places(forms)
         packed[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header))
-        for place, elements in zip(places, flat):
-            if elements is not None:
-                _part(packed, place, elements.numel(), elements.dtype).copy_(elements)
+        for place, grad, elements in zip(places, grads, flat):
+            if grad is not None and elements is not None:
+                _part(packed, place, shift_of(grad), elements.numel(), elements.dtype).copy_(elements)
         self._begin_to_send(packed, packed, to, tag)
 
     def expect_gradients(self, forms: Sequence[Form], source: int, tag: int) -> None:
@@ -141,14 +142,16 @@ class Messages:
         """Return what `send_gradients` has sent."""
         packed = self.receive(_packed(forms), source, tag)
         numbers = iter(packed[: 8 * _length_of(forms)].view(torch.int64).tolist())
-        strides = [[next(numbers) for _ in form.shape] if next(numbers) else None for form in forms]
-        laid = [None if own is None else form._replace(stride=tuple(own)) for own, form in zip(strides, forms)]
-        return [
-            None
-            if form is None
-            else _restored(_part(packed, place, math.prod(_sent_shape(form)), form.dtype).to(form.device), form)
-            for form, place in zip(laid, _places(forms))
-        ]
+        grads: list[Leaf] = []
+        for form, place in zip(forms, _places(forms)):
+            shift = next(numbers) - 1
+            if shift < 0:
+                grads.append(None)
+                continue
+            form = form._replace(stride=tuple([next(numbers) for _ in form.shape]))
+            flat = _part(packed, place, shift, math.prod(_sent_shape(form)), form.dtype)
+            grads.append(_restored(flat.to(form.device), form))
+        return grads
 
     def tell(self, value: Any, to: Sequence[int], tag: int) -> None:
         """Send an object that can be pickled to several processes."""
@@ -221,7 +224,7 @@ def _places(forms: Sequence[Form]) -> list[int]:
     """Return where the gradients of each form begin behind the numbers in a message, and where the message ends."""
     places = [_aligned(8 * _length_of(forms))]
     for form in forms:
-        places.append(_aligned(places[-1] + math.prod(form.shape) * form.dtype.itemsize))
+        places.append(_aligned(places[-1] + math.prod(form.shape) * form.dtype.itemsize + _ALIGNMENT))
     return places
 
 
@@ -234,9 +237,15 @@ def _packed(forms: Sequence[Form]) -> Form:
     return Form((_places(forms)[-1],), (1,), torch.uint8, torch.device("cpu"))
 
 
-def _part(packed: Tensor, place: int, count: int, dtype: torch.dtype) -> Tensor:
+def _part(packed: Tensor, place: int, shift: int, count: int, dtype: torch.dtype) -> Tensor:
     """Return the elements of a gradient in a message."""
-    return packed[place : place + count * dtype.itemsize].view(dtype)
+    begin = place + shift * dtype.itemsize
+    return packed[begin : begin + count * dtype.itemsize].view(dtype)
+
+
+def shift_of(tensor: Tensor) -> int:
+    """Return how many elements behind a multiple of 64 bytes a tensor begins: the CPU rounds some sums by that."""
+    return tensor.storage_offset() * tensor.itemsize % _ALIGNMENT // tensor.itemsize
 
 
 def _elements_of(tensor: Tensor) -> Tensor:
@@ -259,7 +268,9 @@ def _restored(flat: Tensor, form: Form) -> Tensor:
         return flat.as_strided(shape, form.stride).expand(form.shape)
     tensor = flat.view(shape)
     if _is_apart(shape, form.stride):
-        tensor = torch.empty_strided(shape, form.stride, dtype=form.dtype, device=form.device).copy_(tensor)
+        shift, extent = shift_of(flat), 1 + sum([(size - 1) * step for size, step in zip(shape, form.stride)])
+        room = torch.empty(shift + extent, dtype=form.dtype, device=form.device)
+        tensor = room.as_strided(shape, form.stride, shift).copy_(tensor)
     return tensor.expand(form.shape)
 
 
