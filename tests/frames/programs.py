@@ -25,7 +25,19 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.recipes import WAYS, Keeps
 
-__all__ = ["COMPILED", "DOUBTFUL", "KEEPING", "LOSSES", "MOVES", "Loss", "Program", "Run", "move", "programs"]
+__all__ = [
+    "COMPILED",
+    "DOUBTFUL",
+    "HARMLESS",
+    "KEEPING",
+    "LOSSES",
+    "MOVES",
+    "Loss",
+    "Program",
+    "Run",
+    "move",
+    "programs",
+]
 
 WIDTH = 4
 

@@ -144,6 +144,49 @@ def images() -> tuple[nn.Module, dict[str, Any]]:
     return Images(), {"x": torch.randn(7, 4, 5, 5)}  # The last micro-batch has one row, of which it is true.
 
 
+class Held:
+    """An object of which nobody knows what it holds."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Remembering(nn.Module):
+    """Takes an object and a list, appends to the list, returns another object, and keeps a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.auxiliary: Tensor | None = None
+
+    def forward(self, held: Held, memory: list[Tensor]) -> Held:
+        y = self.linear(held.x).tanh()
+        self.auxiliary = y.square().mean()
+        with torch.no_grad():
+            memory.append(y * 0.5)
+        memory.append(y.sigmoid())
+        return Held(y)
+
+
+class Sliced(nn.Module):
+    """Let slices cross that begin anywhere, objects, and what modules put into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Remembering() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory: list[Tensor] = []
+        for layer in self.layers:
+            x = torch.cat([layer(Held(x), memory).x, x], 1)[:, 1 : FEATURES + 1]
+        return x * memory[0] + memory[3]
+
+
+def sliced() -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    return Sliced(), {"x": torch.randn(8, FEATURES)}
+
+
 def run(case: Case, step: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     """Pipeline a model, run a mini-batch, and return what this process has of the results."""
     torch.set_default_dtype(torch.float64)
@@ -223,6 +266,12 @@ def test_hooks_see_what_a_module_that_routes_returns_elsewhere() -> None:
 def test_strides_cross() -> None:
     """Values were laid out in the strides of fake tensors, which differ from a convolution's: images came scrambled."""
     assert_equal([images], step=True)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_objects_lists_and_slices_cross(verify: bool) -> None:
+    """A list got its tensors twice, or without values, and so did objects; slices began elsewhere, and were rounded."""
+    assert_equal([sliced], step=True, verify=verify)
 
 
 def test_recomputation() -> None:

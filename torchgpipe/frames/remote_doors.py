@@ -199,7 +199,7 @@ class RemoteDoors:
             self._known[key] = self._found(door, key, args, kwargs, given)
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
-            output, changed = run_on_stand_ins(door, args, kwargs)
+            output, changed = run_on_stand_ins(door, args, kwargs, given)
             _change(given, changed)
             known = {id(tensor) for tensor in given}
             output = mapped(
@@ -219,7 +219,7 @@ class RemoteDoors:
         held = _held((args, kwargs))
         try:
             with without_forward_hooks(door.module):
-                output, changed = run_on_stand_ins(door, args, kwargs)
+                output, changed = run_on_stand_ins(door, args, kwargs, given)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
             found: _Effect = pickle.loads(self._processes.look_up(_word_of(key), what))
@@ -237,8 +237,8 @@ def _owned(tensor: Tensor, column: int) -> StandIn:
     return tensor
 
 
-def run_on_stand_ins(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
-    """Run a module on stand-ins; return its output, and the numbers of the tensors that it has changed in place."""
+def run_on_stand_ins(door: Door, args: Any, kwargs: Any, given: Sequence[Tensor] = ()) -> tuple[Any, list[int]]:
+    """Run a module on stand-ins; return its output, and the numbers of those of ``given`` that it changes in place."""
     # A cache is filled where its values are.
     args, kwargs = _with_own_caches(args), _with_own_caches(kwargs)
     # A leaf that requires grad may not be changed in place, and a module may get one that is none in its own process.
@@ -250,7 +250,7 @@ def run_on_stand_ins(door: Door, args: Any, kwargs: Any) -> tuple[Any, list[int]
         return nodes.setdefault(id(tensor), (tensor, tensor.clone()))[1]
 
     exchanged = Exchanged(args, kwargs, node)
-    used = [tensor for _, tensor in each((exchanged.args, exchanged.kwargs))]
+    used = [nodes[id(tensor)][1] if id(tensor) in nodes else tensor for tensor in given]
     before = versions(used)
     with torch.random.fork_rng(devices=[]):
         output = plain_call(door.module)(*exchanged.args, **exchanged.kwargs)

@@ -151,7 +151,9 @@ class Buffers:
 
 @torch.no_grad()
 def _put_back(tensor: Tensor, value: Tensor) -> None:
-    if not tensor.is_meta and tensor.shape == value.shape and difference_of(value, tensor)[0] != 0:
+    # What a module of another process keeps is a stand-in.
+    has_values = not tensor.is_meta and not isinstance(tensor, StandIn)
+    if has_values and tensor.shape == value.shape and difference_of(value, tensor)[0] != 0:
         tensor.copy_(value)
 
 
