@@ -98,11 +98,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def tells(error: dict[str, Any], rank: int) -> bool:
-    """Return whether an error names its process, and the awaited process or the checkpoint that could not be saved."""
+    """Return whether an error names its process, and the awaited process or the checkpoint that was not saved."""
     text = error["error"]
     names_itself = re.match(rf"rank {rank}, (stage|partition) {rank} of \d", text)
     waited = re.search(r"has waited in step \d+ for .+ from rank [\d, ]+, in vain", text)
-    saving = re.search(r"could not save the checkpoint of step \d+ .* together with all other processes", text)
+    saving = re.search(r"could not save the checkpoint of step \d+ in .+ no process has saved it", text)
     return bool(names_itself and (waited or saving))
 
 
