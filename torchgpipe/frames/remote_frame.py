@@ -344,7 +344,9 @@ class RemoteFrame(Frame):
                 result = func(*args, **kwargs)
             except NoValues:
                 result = computed_as_a_whole(func, args, kwargs)
-            own(result, imports.column)
+            # What all processes have stays replicated, as class weights that are where they are to go.
+            if not (any([result is one for one in args]) and imports.home_of(result) is None):
+                own(result, imports.column)
             return result
         if is_mine or isinstance(args[0], StandIn):
             changed = args[0]
