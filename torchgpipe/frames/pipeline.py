@@ -49,7 +49,6 @@ from torchgpipe.model.verify import verify_compiled
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import on_demand
-from torchgpipe.processes.stand_in import NoValues
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, program, program_of
 from torchgpipe.transport.copier import copier
@@ -611,8 +610,6 @@ class Pipeline:
                     yield aliases, visitor
                 except BaseException as error:
                     explain_compiler(error)
-                    if self.together is not None and isinstance(error, NoValues):
-                        self.together.processes.fail(error)  # Those that have the values go on.
                     raise
 
     def mini_batch_for_proof(

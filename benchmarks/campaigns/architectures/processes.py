@@ -60,7 +60,7 @@ def _run(architecture: Architecture, way: Way, options: dict[str, Any]) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         batch = draw(architecture, architecture.rows, way.chunks, way.seed)
-        model = pipeline(architecture, architecture.build(), way, verify=False, **options)
+        model = pipeline(architecture, architecture.build(), way, **{"verify": False, **options})
         torch.manual_seed(way.seed)
         run = run_pipelined(architecture, model, way, batch)
     stand_ins = {name for name, parameter in model.named_parameters() if isinstance(parameter, StandIn)}
