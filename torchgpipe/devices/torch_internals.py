@@ -441,9 +441,11 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operation below autograd writes to, given the operation and its arguments.
 
-    The schema of the operation tells. Since 2.0. Without it, a weight that a forward changes in place would lose the
-    change as soon as the weight leaves its device.
+    The schema of the operation tells; a function of Python has none. Since 2.0. Without it, a weight that a forward
+    changes in place would lose the change as soon as the weight leaves its device.
     """
+    if not hasattr(func, "_schema"):
+        return []
     arguments = {**kwargs, **{argument.name: value for argument, value in zip(func._schema.arguments, args)}}
     return [
         arguments[argument.name]

@@ -282,8 +282,7 @@ def _effect_of(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> _E
     reshaped = [(k, after._replace(device=before.device)) for k, before, after in forms if before[:2] != after[:2]]
     of_given = {id(tensor): k for k, tensor in reversed([*enumerate(given)])}
     numbers = {id(fakes[key]): k for key, k in of_given.items()}
-    writes = written(func, args, kwargs) if hasattr(func, "_schema") else []  # A function of Python tells nothing.
-    changed = [of_given[id(tensor)] for tensor in _tensors(writes)]
+    changed = [of_given[id(tensor)] for tensor in _tensors(written(func, args, kwargs))]
 
     def formed(tensor: Tensor) -> Any:
         number = numbers.get(id(tensor))
