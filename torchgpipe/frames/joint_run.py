@@ -192,7 +192,11 @@ class _Call:
                 go_on_from(generator, state)
         if of_python is not None:
             set_python_random_states(of_python)
-        made = [tensor for _, tensor in each((output, _added(args, kwargs, given)), objects=True)]
+        added = _added(args, kwargs, given)
+        made = [tensor for _, tensor in each((output, added), objects=True)]
+        if len(made) != len(values):  # A kernel of attention returns None, and an empty tensor without values.
+            output = forms.made([*given.values()], door.column, device)
+            made = [tensor for _, tensor in each((output, added), objects=True)]
         if len(made) != len(values):
             raise NoValues(
                 f"'{door.name}' does not run without values, and puts tensors into what it is given: other processes "
