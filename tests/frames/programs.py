@@ -32,6 +32,7 @@ __all__ = [
     "KEEPING",
     "LOSSES",
     "MOVES",
+    "OF_AUXILIARY",
     "Loss",
     "Program",
     "Run",

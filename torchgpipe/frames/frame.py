@@ -13,7 +13,8 @@ In its thread, a frame stands where the model leaves its own code: at the doors 
 it imports, and, as a function mode, at the operations between them, the glue. Within a module of the spine it is off,
 because the arguments are imports.
 
-A pipeline with one column needs no threads and no imports: its frames run in the thread that asks.
+A pipeline with one column needs no threads and no imports: its frames run in the thread that asks. So do those of a
+process that has one column of several: they never stop.
 """
 
 from __future__ import annotations

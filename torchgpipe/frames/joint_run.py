@@ -103,12 +103,13 @@ class JointRun(InOnePiece):
         call = _Call(processes, owner, lambda roots: self.note(roots))
         with self._switched_off(), unobserved():
             if owner == processes.rank:
-                output = call.run(door, args, kwargs, given, device)
+                output, added = call.run(door, args, kwargs, given, device)
                 # Others have its values from now on.
-                output = mapped(output, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor)
+                output = mapped(
+                    output, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor, objects=True
+                )
             else:
-                output = call.hear(door, args, kwargs, given, device)
-            added = _added(args, kwargs, given)
+                output, added = call.hear(door, args, kwargs, given, device)
             output, joined = call.in_graph(
                 (output, call.filled(added)), [tensor for tensor in given.values() if tensor.requires_grad], given
             )
@@ -145,8 +146,10 @@ class _Call:
         """Return a value with those that the owner has told in the place of stand-ins."""
         return mapped(value, lambda tensor: self._values.get(id(tensor), tensor), objects=True)
 
-    def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> Any:
-        """Run the module, tell the others, and return its output, without what is among its arguments."""
+    def run(
+        self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
+    ) -> tuple[Any, list[Tensor]]:
+        """Run the module, tell the others, and return its output, and what it has put into its arguments."""
 
         def enter(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -166,7 +169,8 @@ class _Call:
         exchanged.hand_over()
         back = {id(tensor): given[key] for key, tensor in entered.items()}
         output = mapped(output, lambda tensor: back.get(id(tensor), tensor), objects=True)
-        made = [tensor for _, tensor in each((output, _added(args, kwargs, given)), objects=True)]
+        added = _added(args, kwargs, given)
+        made = [tensor for _, tensor in each((output, added), objects=True)]
         values = [None if id(tensor) in given else tensor.detach().cpu() for tensor in made]
         states = [state_of(generator) for generator in generators_of(device)]
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
@@ -174,12 +178,15 @@ class _Call:
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
         forms = abstracted(output, [*given.values()])
         self._processes.tell_all((values, forms, drawn, drawn_in_python), self._owner)
-        return output
+        return output, added
 
-    def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> Any:
-        """Return the output with the values that the owner tells.
+    def hear(
+        self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the output with the values that the owner tells, and stand-ins for what the module has put elsewhere.
 
         Raises:
+            NoValues: the module puts tensors into its arguments, and does not run without values.
             RuntimeError: the module has failed there.
         """
         values, forms, states, of_python = self._told()
@@ -208,7 +215,7 @@ class _Call:
             for stand_in, value in zip(made, values, strict=True)
             if value is not None
         }
-        return self.filled(output)
+        return self.filled(output), added
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:

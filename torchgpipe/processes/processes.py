@@ -362,6 +362,7 @@ class Processes:
     @contextmanager
     def exchanging_with_replicas(self, what: str) -> Iterator[None]:
         """See `exchanging`; the peers are the processes with the same columns in other replicas."""
+        self._verify_open()
         try:
             yield
         except RuntimeError as error:
