@@ -73,3 +73,58 @@ def test_a_forward_that_differs_between_processes_is_found() -> None:
             in text
         )
         assert "partition 0 to 1; process 1: nothing)" in text
+
+
+class Stray(Blocks):
+    """Once, a process that left the plain run of a proof by itself let the others wait for the whole timeout."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.runs = kind, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [*self.blocks]
+        self.runs += 1
+        if dist.get_rank() == 1 and (self.kind == "raises" or (self.kind == "raises later" and self.runs > 1)):
+            raise ValueError("this process is ill")
+        if dist.get_rank() == 1 and self.kind == "reorders" and self.runs > 1:
+            order = [*reversed(order)]
+        for block in order:
+            x = block(x).tanh()
+        return Ill.apply(x) if dist.get_rank() == 1 and self.kind == "raises in backward" else x
+
+
+class Ill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("this backward is ill")
+
+
+def strayed(kind: str) -> str:
+    torch.manual_seed(0)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    how: dict[str, Any] = {"chunks": 4, "mesh": mesh, "balance": [2, 2]}
+    if kind == "raises in backward":  # Which a model may do that only evaluates.
+        with pytest.warns(UserWarning, match="not compared: gradients, because the plain model cannot be differ"):
+            torchgpipe.pipelined(Stray(kind), torch.randn(2, 4), **how)
+        return "goes on"
+    with pytest.raises((RuntimeError, ValueError)) as info:
+        torchgpipe.pipelined(Stray(kind), torch.randn(2, 4), **how)
+    return str(info.value)
+
+
+def test_a_process_that_strays_from_the_proof_is_found_at_once() -> None:
+    one, other = launch(2, strayed, "raises")
+    assert "rank 1 has failed before the partitions: ValueError: this process is ill" in one
+    assert other == "this process is ill"
+    one, other = launch(2, strayed, "raises later")
+    assert "rank 1 has failed before the module 'blocks.0': ValueError: this process is ill" in one
+    assert "(ValueError: this process is ill)" in other
+    one, other = launch(2, strayed, "reorders")
+    assert "has come to the module 'blocks.0', and rank 1 to the module 'blocks.3'" in one
+    assert "has come to the module 'blocks.3', and rank 0 to the module 'blocks.0'" in other
+    assert launch(2, strayed, "raises in backward") == ["goes on", "goes on"]

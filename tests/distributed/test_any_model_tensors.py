@@ -110,6 +110,27 @@ class Cached(nn.Module):
         return x
 
 
+class Collecting(nn.Module):
+    """Hooks collect what modules inside of blocks take and return, as transformers does it for hidden states.
+
+    Once, the proof waited for what another process did not have, and in evaluation the owner of a block took what its
+    hooks had kept for what all processes have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
+        self.collected: list[Tensor] = []
+        for block in self.blocks:
+            block[2].register_forward_hook(lambda _, args, output: self.collected.extend([args[0], output]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.collected = []
+        for block in self.blocks[:2]:
+            x = x + block(x)
+        return x + self.blocks[2](torch.stack(self.collected).sum(0))
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -139,6 +160,7 @@ def square(output: Tensor, _: None) -> Tensor:
         (AskedWhere, 3, "1F1B", True),
         (Padded, 2, "1F1B", False),
         (Cached, 3, "1F1B", False),
+        (Collecting, 3, "1F1B", True),
         (Skipping, 4, "Interleaved1F1B", False),
         (Skipping, 4, "GPipe", False),
         (Skipping, 2, "1F1B", False),

@@ -83,7 +83,7 @@ __all__ = [
     "saved_tensors_hooks_in_use",
     "sequence_number",
     "shares_memory",
-    "show_output",
+    "show_call",
     "storage_key",
     "timeout_of",
     "transforms_are_active",
@@ -496,19 +496,22 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_pre_hooks, module._forward_hooks
 
 
-def show_output(module: nn.Module, output: Any) -> None:
-    """Call the hooks of ``module`` behind its forward with an output; what they return is left out.
+def show_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Call the hooks of ``module`` behind its forward with arguments and an output; what they return is left out.
 
-    They may keep what a module of another process returns, of which there is a stand-in here. Since 2.0. There is no
-    public list of hooks.
+    They may keep what a module of another process takes or returns, of which there is a stand-in here. Since 2.0. There
+    is no public list of hooks.
     """
     for number, hook in [*module._forward_hooks.items()]:
-        hook(module, (), {}, output) if number in module._forward_hooks_with_kwargs else hook(module, (), output)
+        if number in module._forward_hooks_with_kwargs:
+            hook(module, args, {}, output)
+        else:
+            hook(module, args, output)
 
 
 @contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Let no hook behind a forward see what the modules inside return in a ``with`` block; see `show_output`."""
+    """Let no hook behind a forward see what the modules inside return in a ``with`` block; see `show_call`."""
     hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
     for child, _ in hooks:
         child._forward_hooks = OrderedDict()

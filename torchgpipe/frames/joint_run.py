@@ -7,8 +7,7 @@ node in all processes, whose backward runs in the owner, which tells the others 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torchgpipe.devices.torch_internals import keeps_graph
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
+from torchgpipe.frames.hooked import HookedCalls
 from torchgpipe.frames.remote_doors import run_on_stand_ins
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
@@ -29,7 +29,7 @@ from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped, put_in_place
 from torchgpipe.processes.processes import Processes
-from torchgpipe.processes.stand_in import NoValues
+from torchgpipe.processes.stand_in import NoValues, StandIn
 
 __all__ = ["JointRun"]
 
@@ -56,6 +56,8 @@ class JointRun(InOnePiece):
         self._together, self._aliases, self._users = together, aliases, together.users
         self._processes = together.processes
         self._buffers = together.buffers
+        #: By their ids, what hooks inside of modules have seen in this process, with what it is in the graph of all.
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         #: What stands for parameters that another process takes the gradients of.
         self.dummies: dict[Tensor, Tensor] = {}
 
@@ -65,18 +67,32 @@ class JointRun(InOnePiece):
 
     def add_shared(self) -> None:
         """Add up the gradients of parameters that several processes have."""
+        self._processes.meet("the gradients of parameters that several processes have")
         for dummy in self.dummies.values():
             dummy.grad = None
         add_shared(self._users, self._aliases, self._processes)
 
+    def ended(self, output: Any) -> Any:
+        """See `InOnePiece.ended`; the output may hold what hooks have seen."""
+        seen, self._seen = self._seen, {}
+        with unobserved():
+            return mapped(output, lambda tensor: seen[id(tensor)][1] if id(tensor) in seen else tensor)
+
     def _with_values(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the model's with its values: of a parameter, one process takes the gradients."""
+        if id(tensor) in self._seen:
+            return self._seen[id(tensor)][1]
         processes, buffer = self._processes, self._buffers.get(id(tensor))
         if buffer is not None:
             return processes.shared(tensor, processes.owners[buffer[1]], "a buffer")
         parameter = self._aliases.parameter_of(tensor)
         users = self._users.get(parameter) if tensor.grad_fn is None else None
         if users is None:
+            if isinstance(tensor, StandIn):
+                raise NoValues(
+                    f"a hook has kept something of shape {tuple(tensor.shape)} that it has computed inside of a module "
+                    "of another process; let the hook keep what the module returns, or give verify=False"
+                )
             return tensor
         first = min(users)
         if len({processes.owners[c] for c in users}) < processes.size and parameter not in self.dummies:
@@ -100,20 +116,17 @@ class JointRun(InOnePiece):
         args, kwargs = exchanged.args, exchanged.kwargs
         given = {id(tensor): tensor for _, tensor in each((args, kwargs), objects=True)}
         device, owner = self._devices[j], processes.owners[j]
-        call = _Call(processes, owner, lambda roots: self.note(roots))
+        call = _Call(processes, owner, door.name, lambda roots: self.note(roots))
         with self._switched_off(), unobserved():
-            if owner == processes.rank:
-                output, added = call.run(door, args, kwargs, given, device)
-                # Others have its values from now on.
-                output = mapped(
-                    output, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor, objects=True
-                )
-            else:
-                output, added = call.hear(door, args, kwargs, given, device)
-            output, joined = call.in_graph(
-                (output, call.filled(added)), [tensor for tensor in given.values() if tensor.requires_grad], given
-            )
+            run = call.run if owner == processes.rank else call.hear
+            output, added, seen = run(door, args, kwargs, given, device)
+            made = mapped((output, added, seen), call.filled, objects=True)
+            # Others have the values of a buffer of the owner's from now on.
+            made = mapped(made, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor, objects=True)
+            inputs = [tensor for tensor in given.values() if tensor.requires_grad]
+            output, joined, in_graph = call.in_graph(made, inputs, given)
             put_in_place((args, kwargs), dict(zip(map(id, added), joined)))
+            self._seen.update({id(one): (one, other) for one, other in zip(seen, in_graph)})
             exchanged.hand_over()
             return output
 
@@ -131,25 +144,30 @@ class _Call:
     Args:
         processes: the processes
         owner: the rank of the process that has the module
+        name: the name of the module
         note: is told of the graph before it is differentiated
     """
 
-    def __init__(self, processes: Processes, owner: int, note: Note) -> None:
-        self._processes, self._owner, self._note = processes, owner, note
+    def __init__(self, processes: Processes, owner: int, name: str, note: Note) -> None:
+        self._processes, self._owner, self._name, self._note = processes, owner, name, note
         #: In the owner, the arguments that require grad, by the ids of those given.
         self._leaves: dict[int, Tensor] = {}
         self._outputs: list[Tensor] = []
-        #: By the ids of stand-ins, the values that the owner has told.
+        #: In the owner, what was given, by the ids of its clones; elsewhere, the values that stand-ins have there.
         self._values: dict[int, Tensor] = {}
 
-    def filled(self, value: Any) -> Any:
-        """Return a value with those that the owner has told in the place of stand-ins."""
-        return mapped(value, lambda tensor: self._values.get(id(tensor), tensor), objects=True)
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that has values in all processes for one of the module's."""
+        return self._values.get(id(tensor), tensor)
 
     def run(
         self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
-    ) -> tuple[Any, list[Tensor]]:
-        """Run the module, tell the others, and return its output, and what it has put into its arguments."""
+    ) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Run the module, and tell the others.
+
+        Returns:
+            the output, what the module has put into its arguments, and what hooks inside have seen
+        """
 
         def enter(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -164,74 +182,67 @@ class _Call:
         entered: dict[int, Tensor] = {}
         exchanged = Exchanged(args, kwargs, enter)
         begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
-        with self._telling_failure():
+        calls = HookedCalls(door.module)
+        try:
             output = door.call_module(exchanged.args, exchanged.kwargs)
+        finally:
+            calls.remove()
         exchanged.hand_over()
-        back = {id(tensor): given[key] for key, tensor in entered.items()}
-        output = mapped(output, lambda tensor: back.get(id(tensor), tensor), objects=True)
+        self._values = {id(tensor): given[key] for key, tensor in entered.items()}
         added = _added(args, kwargs, given)
-        made = [tensor for _, tensor in each((output, added), objects=True)]
-        values = [None if id(tensor) in given else tensor.detach().cpu() for tensor in made]
+        told = mapped((output, added, *calls.seen), self.filled, objects=True)
+        values = [
+            [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(part, objects=True)]
+            for part in told
+        ]
         states = [state_of(generator) for generator in generators_of(device)]
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
         drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
-        forms = abstracted(output, [*given.values()])
-        self._processes.tell_all((values, forms, drawn, drawn_in_python), self._owner)
-        return output, added
+        forms = abstracted((told[0], told[2:]), [*given.values()])
+        self._told((values, forms, calls.names, drawn, drawn_in_python))
+        return output, added, [tensor for _, tensor in each(calls.seen, objects=True)]
 
     def hear(
         self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
-    ) -> tuple[Any, list[Tensor]]:
-        """Return the output with the values that the owner tells, and stand-ins for what the module has put elsewhere.
+    ) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Do what `run` does with stand-ins, as far as they go, and with the forms and values that the owner tells.
 
         Raises:
             NoValues: the module puts tensors into its arguments, and does not run without values.
-            RuntimeError: the module has failed there.
+            OthersFail: the module has failed there.
         """
-        values, forms, states, of_python = self._told()
+        values, forms, names, states, of_python = self._told(None)
+        output_there, seen_there = forms.made([*given.values()], door.column, device)
+        calls = HookedCalls(door.module, names)
         try:
             output, _ = run_on_stand_ins(door, args, kwargs)  # Which does to containers what the module does.
         except Exception:
-            output = forms.made([*given.values()], door.column, device)
+            output = output_there
+        finally:
+            calls.remove()
+        calls.show_rest(names, seen_there)
         for generator, state in zip(generators_of(device), states):
             if state is not None:
                 go_on_from(generator, state)
         if of_python is not None:
             set_python_random_states(of_python)
         added = _added(args, kwargs, given)
-        made = [tensor for _, tensor in each((output, added), objects=True)]
-        if len(made) != len(values):  # A kernel of attention returns None, and an empty tensor without values.
-            output = forms.made([*given.values()], door.column, device)
-            made = [tensor for _, tensor in each((output, added), objects=True)]
-        if len(made) != len(values):
+        if len([*each(output, objects=True)]) != len(values[0]):
+            output = output_there  # A kernel of attention returns None, and an empty tensor without values.
+        if len(added) != len(values[1]):
             raise NoValues(
                 f"'{door.name}' does not run without values, and puts tensors into what it is given: other processes "
                 "cannot know what these are; let it return them, or give a balance that keeps it in one process with "
                 "all modules that take them"
             )
-        self._values = {
-            id(stand_in): value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
-            for stand_in, value in zip(made, values, strict=True)
-            if value is not None
-        }
-        return self.filled(output), added
-
-    @contextmanager
-    def _telling_failure(self) -> Iterator[None]:
-        """Tell the others, in the place of what they wait for, that the module has failed in this process."""
-        try:
-            yield
-        except Exception as error:
-            self._processes.tell_all(f"{type(error).__name__}: {error}", self._owner)
-            raise
-
-    def _told(self) -> Any:
-        """Return what the owner tells; see `hear` for its failure."""
-        told = self._processes.tell_all(None, self._owner)
-        if isinstance(told, str):
-            raise RuntimeError(f"in the process of rank {self._owner}: {told}")
-        return told
+        for part, told in zip((output, added, *calls.seen), values):
+            stand_ins = [tensor for _, tensor in each(part, objects=True)]
+            # Else a hook has seen what is not there, as an empty tensor again.
+            for stand_in, value in zip(stand_ins, told) if len(stand_ins) == len(told) else ():
+                if value is not None:
+                    self._values[id(stand_in)] = value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
+        return output, added, [tensor for _, tensor in each(calls.seen, objects=True)]
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""
@@ -250,19 +261,20 @@ class _Call:
     def differentiate(self, grads: Sequence[Leaf]) -> Sequence[Leaf]:
         """Differentiate the module in its process, and return the gradients of its arguments."""
         if self._owner != self._processes.rank:
-            return self._told()  # type: ignore[no-any-return]
-        with self._telling_failure():
-            pairs = [(one, grad) for one, grad in zip(self._outputs, grads) if grad is not None]
-            if pairs:
-                self._note([one for one, _ in pairs])
-                torch.autograd.backward(
-                    [one for one, _ in pairs], [grad for _, grad in pairs], retain_graph=keeps_graph()
-                )
+            return self._told(None, "the backward of ")  # type: ignore[no-any-return]
+        pairs = [(one, grad) for one, grad in zip(self._outputs, grads) if grad is not None]
+        if pairs:
+            self._note([one for one, _ in pairs])
+            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs], retain_graph=keeps_graph())
         own: list[Leaf] = [leaf.grad for leaf in self._leaves.values()]
         for leaf in self._leaves.values():
             leaf.grad = None
-        self._processes.tell_all([None if grad is None else grad.cpu() for grad in own], self._owner)
+        self._told([None if grad is None else grad.cpu() for grad in own], "the backward of ")
         return own
+
+    def _told(self, value: Any, of: str = "") -> Any:
+        """Return what the owner tells of the module, or of its backward; see `Processes.meet` for its failure."""
+        return self._processes.tell_all(value, self._owner, f"{of}the module '{self._name}'")
 
 
 class _Joint(Function):

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -243,29 +243,30 @@ def _pipelined(
         places, fixed = _devices_of_processes(processes, devices, partitions, balance), True
     verify_name(schedule)
     arguments = arguments_of(sample if window is None else window[0])
-    settings = arrange(
-        module,
-        arguments,
-        places,
-        fixed=fixed,
-        balance=balance,
-        no_chunk=[name for name in whole if name != "target" or has_argument(module.forward, name)],
-        checkpoint=checkpoint,
-        apart=apart or schedule in APART or bool(offload) or processes is not None,
-        studied=studied,
-        splits=window is None,
-        chunks=count,
-        schedule=schedule,
-        loss_fn=loss_fn,
-        weight=weight,
-        reduce=reduce,
-        whole_target="target" in whole,
-        may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
-        offload=limits,
-        on_oom=verify_on_oom(on_oom),
-        processes=processes,
-        gathers=gather,
-    )
+    with nullcontext() if processes is None else processes.all_together("the study of the sample"):
+        settings = arrange(
+            module,
+            arguments,
+            places,
+            fixed=fixed,
+            balance=balance,
+            no_chunk=[name for name in whole if name != "target" or has_argument(module.forward, name)],
+            checkpoint=checkpoint,
+            apart=apart or schedule in APART or bool(offload) or processes is not None,
+            studied=studied,
+            splits=window is None,
+            chunks=count,
+            schedule=schedule,
+            loss_fn=loss_fn,
+            weight=weight,
+            reduce=reduce,
+            whole_target="target" in whole,
+            may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
+            offload=limits,
+            on_oom=verify_on_oom(on_oom),
+            processes=processes,
+            gathers=gather,
+        )
     for batch in window or ():
         settings.study.splitter.see(arguments_of(batch))
     if limits is not None:

@@ -294,7 +294,7 @@ class FramesProof(PlainSide):
                     self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
                 ).run_forward_half()
         except Exception as error:
-            if isinstance(error, WaitsForever):
+            if isinstance(error, WaitsForever) or pipeline.together is not None:  # Others have lost what was sent.
                 raise
             if not (_is_ours(error) or is_of_compiler(error)):
                 raise self._describe_failure(error) from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchgpipe.devices.generators import state_of
+from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.joint_run import JointRun
 from torchgpipe.frames.loss import MicroBatchLoss
@@ -77,7 +78,10 @@ class PlainSide(Proof, ABC):
 
     @contextmanager
     def running_plain(self) -> Iterator[Take]:
-        with self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as (aliases, visitor):
+        with (
+            self.all_together("the end of a run of the plain model"),
+            self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as (aliases, visitor),
+        ):
             self._aliases, self._random = aliases, NumbersOfProof()
             stand_ins = _AliasedGradients(aliases, visitor, self._names)
             if isinstance(visitor, JointRun):
@@ -106,11 +110,17 @@ class PlainSide(Proof, ABC):
     def draws(self) -> bool:
         assert self._random is not None
         of_layers = self._states_of_layers() != self._drawn_before
+        if self._settings.processes is not None:
+            self._settings.processes.meet("what the plain model draws")
         return self.agreed(any(self._random.drawn) or self._random.draws_in_python or of_layers, any)
 
     def agreed(self, value: bool, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
         processes = self._settings.processes
         return value if processes is None else combine(processes.gather(value, "the proof"))
+
+    def all_together(self, what: str) -> AbstractContextManager[object]:
+        processes = self._settings.processes
+        return nullcontext() if processes is None else processes.all_together(what)
 
     def _states_of_layers(self) -> list[bytes]:
         """Return the states of generators that layers have of their own."""
@@ -124,6 +134,9 @@ class PlainSide(Proof, ABC):
         to_device = self._pipeline.to(self._devices[0])
         args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._model._torchgpipe_forward(*args, **kwargs)
+        visitor = this_thread.visitor
+        assert isinstance(visitor, InOnePiece)
+        output = visitor.ended(output)
         self._aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
         return output
 

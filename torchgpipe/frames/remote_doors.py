@@ -10,22 +10,21 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.devices.torch_internals import (
     call_hooks,
-    forward_hooks,
     plain_call,
-    show_output,
+    show_call,
     versions,
     without_forward_hooks,
 )
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.frames.door import Door
+from torchgpipe.frames.hooked import HookedCalls
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.messages import shift_of
@@ -43,8 +42,8 @@ class _Effect(NamedTuple):
     """What a call of a module does, as far as other processes need to know it.
 
     Attributes:
-        forms: what it returns, and the outputs of the modules inside that have hooks
-        hooked: the names of these modules, in the order of their calls
+        forms: what it returns, and what hooks inside see; see `HookedCalls`
+        hooked: the names of the modules inside that have hooks, in the order of their calls
         changed: the numbers of the tensors among its arguments that it changes in place
     """
 
@@ -59,33 +58,7 @@ class _Noted(NamedTuple):
     key: Any
     given: list[Tensor]
     before: list[int]
-    calls: _Calls | None
-
-
-class _Calls:
-    """The calls of the modules inside of a module that have hooks.
-
-    Args:
-        module: the module
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.names: list[str] = []
-        self.outputs: list[Any] = []
-        self._handles = [
-            child.register_forward_hook(partial(self._note, name))
-            for name, child in module.named_modules()
-            if forward_hooks(child)[1]
-        ]
-
-    def _note(self, name: str, _child: nn.Module, _args: Any, output: Any) -> None:
-        self.names.append(name)
-        self.outputs.append(output)
-
-    def remove(self) -> None:
-        """Remove the hooks that note calls."""
-        for handle in self._handles:
-            handle.remove()
+    hooked: HookedCalls
 
 
 class RemoteDoors:
@@ -155,8 +128,8 @@ class RemoteDoors:
     def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
         """Note a call of a module of this process."""
         key, given = self._note(door, args, kwargs)
-        calls = None if key in self._published else _Calls(door.module)
-        return _Noted(key, given, [] if calls is None else versions(given), calls)
+        before = [] if key in self._published else versions(given)
+        return _Noted(key, given, before, HookedCalls(door.module, None if self._has_hooks(door) else ()))
 
     def end(self, door: Door, noted: _Noted, output: Any, tensors: Sequence[Tensor]) -> None:
         """Publish what a module has done, the first time.
@@ -170,11 +143,10 @@ class RemoteDoors:
         Raises:
             RuntimeError: the module has returned other forms for the same arguments before.
         """
-        key, given, before, calls = noted
-        if calls is not None:
-            calls.remove()
+        key, given, before, hooked = noted
+        if key not in self._published:
             changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
-            effect = _Effect(abstracted((output, calls.outputs), given), calls.names, changed)
+            effect = _Effect(abstracted((output, hooked.seen), given), hooked.names, changed)
             if len(self._published) >= _MOST:
                 self._published.clear()
             self._published[key] = effect
@@ -206,10 +178,10 @@ class RemoteDoors:
                 output, lambda tensor: tensor if id(tensor) in known else _owned(tensor, column), objects=True
             )
             return output, [one for _, one in each((args, kwargs), objects=True) if id(one) not in known]
-        output, outputs = effect.forms.made(given, column, self._settings.devices[column])
+        output, seen = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
-        for name, value in zip(effect.hooked, outputs):
-            show_output(door.module.get_submodule(name), value)
+        for name, (args, value) in zip(effect.hooked, seen):
+            show_call(door.module.get_submodule(name), args, value)
         return output, []
 
     def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:

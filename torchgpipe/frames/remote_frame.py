@@ -295,12 +295,16 @@ class RemoteFrame(Frame):
             own(added, column)
             return output
         call = doors.begin(door, args, kwargs)
-        output = super()._call(door, args, kwargs)
+        try:
+            output = super()._call(door, args, kwargs)
+        finally:
+            call.hooked.remove()
         tensors = [tensor for _, tensor in each(output, objects=True)]
         doors.end(door, call, output, tensors)
         given = set(map(id, call.given))
-        # Also what the module has put into a list or a dict that it was given.
-        own([one for _, one in each((output, args, kwargs), objects=True) if id(one) not in given], column)
+        # Also what the module has put into a list or a dict that it was given, and what a hook may have kept.
+        made = each((output, args, kwargs, call.hooked.seen), objects=True)
+        own([one for _, one in made if id(one) not in given], column)
         return output
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

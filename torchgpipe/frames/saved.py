@@ -59,17 +59,15 @@ def save_together(
     # peft looks for whole modules that it saves beside adapters, and fails without their names.
     absent = {name: torch.empty(0) for each in names for name in each if "modules_to_save" in name}
 
-    def write() -> None:
+    with processes.all_together("the end of what save_pretrained writes"):
         part = _part(folder, rank)
         shutil.rmtree(part, ignore_errors=True)
         tensors = {name: value for name, value in state.items() if name not in before}
         if tensors or rank == 0:
             save(str(part), *args, **{**kwargs, "is_main_process": True, "state_dict": absent | tensors})
-
-    processes.all_succeed(write, "the files of save_pretrained")
-    processes.all_succeed(
-        lambda: _join(folder, processes.size) if rank == 0 else None, "the first process, which joins these files"
-    )
+    with processes.all_together("the files of the whole model, which the first process joins"):
+        if rank == 0:
+            _join(folder, processes.size)
 
 
 def _part(folder: Path, rank: int) -> Path:

@@ -88,6 +88,10 @@ class InOnePiece(TorchFunctionMode):
         """Return ``value`` on the device where the run is."""
         return mapped(value, self._copied)
 
+    def ended(self, output: Any) -> Any:
+        """Return what the model has returned, which is ``output``."""
+        return output
+
     def move_to(self, column: int) -> torch.device:
         """Let the run be where a column is from now on, and return the device."""
         self._moved(column)

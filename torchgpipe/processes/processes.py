@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,9 +27,13 @@ from torchgpipe.processes.tags import NUMBERS, tag_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Processes"]
+__all__ = ["OthersFail", "Processes"]
 
 _numbers = itertools.count()
+
+
+class OthersFail(RuntimeError):
+    """Other processes have failed, or do something else, and this one has not told them anything of that."""
 
 
 class Processes:
@@ -160,6 +164,7 @@ class Processes:
         Raises:
             ValueError: another process has another key.
         """
+        self.meet("the partitions")
         rows = self.gather((value, key), "the partitions")
         others = [rank for rank, row in enumerate(rows) if row[1] != key]
         if others:
@@ -181,27 +186,49 @@ class Processes:
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def all_succeed(self, action: Callable[[], Any], what: str) -> None:
-        """Run ``action``, and wait until all processes have run theirs.
+    def meet(self, where: str, fault: BaseException | None = None) -> None:
+        """Wait until all processes come to the same place, in what all of them do alike.
 
         Args:
-            action: what this process does
-            what: names what all of them make, for errors
+            where: names the place
+            fault: what has kept this process from going there; the others raise an error that says so
+
+        Raises:
+            OthersFail: others have failed on their way, or have come to another place.
+        """
+        own = where if fault is None else f"{type(fault).__name__}: {fault}"[:500]
+        told = self.gather((fault is None, own), where)
+        for rank, (is_fine, word) in enumerate(told) if fault is None else ():
+            if not is_fine:
+                raise OthersFail(f"{self.place}: rank {self._ranks([rank])} has failed before {where}: {word}")
+            if word != own:
+                raise OthersFail(
+                    f"{self.place} has come to {where}, and rank {self._ranks([rank])} to {word}: what the model runs "
+                    "must be the same in all processes, so it may depend on no rank, time, or order of a set"
+                )
+
+    @contextmanager
+    def all_together(self, what: str) -> Iterator[None]:
+        """Surround what all processes do alike: if it fails in one of them, it fails in all.
+
+        Args:
+            what: names the end of it
 
         Raises:
             RuntimeError: another process has failed.
-            Exception: what ``action`` raises.
         """
-        fault = None
         try:
-            action()
-        except Exception as error:
-            fault = error
-        failed = [rank for rank, is_fine in enumerate(self.gather(fault is None, what)) if not is_fine]
-        if fault is not None:
-            raise fault
-        if failed:
-            raise RuntimeError(f"{self.place}: rank {self._ranks(failed)} has failed with {what}, and says why")
+            yield
+        except OthersFail as error:
+            raise RuntimeError(str(error)) from error
+        except Exception as fault:
+            with suppress(RuntimeError):  # The connections may be what has failed.
+                self.meet(what, fault)
+            raise
+        try:
+            self.meet(what)
+        except OthersFail as error:
+            raise RuntimeError(str(error)) from error
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Give ``tensor`` the values that it has in ``source``."""
@@ -211,15 +238,17 @@ class Processes:
             if self.rank != source:
                 tensor.detach().copy_(on_host)
 
-    def tell_all(self, value: Any, source: int) -> Any:
-        """Return what ``source`` tells; it can be pickled."""
+    def tell_all(self, value: Any, source: int, what: str) -> Any:
+        """Return what ``source`` tells, which can be pickled, when all have come there; see `meet`."""
+        self.meet(what)
         told = [value]
-        with self.exchanging("what a module returns", [source]):
+        with self.exchanging(what, [source]):
             dist.broadcast_object_list(told, group=self._group, group_src=source)
         return told[0]
 
     def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
-        """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere."""
+        """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere. See `meet`."""
+        self.meet(what)
         form = form_of(tensor)
         own = tensor.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype, device=form.device)
         self.broadcast(own, source, what)

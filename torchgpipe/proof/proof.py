@@ -202,6 +202,10 @@ class Proof(ABC):
         """Return what all processes that take part make of ``value``: whether it holds in all of them, or in any."""
         return value
 
+    def all_together(self, what: str) -> AbstractContextManager[object]:
+        """Surround what fails in all processes that take part if it fails in one of them; ``what`` names its end."""
+        return nullcontext()
+
     def is_equal(self) -> bool:
         """Return whether nothing is wrong so far."""
         return self.agreed(self.comparison.is_equal)
@@ -373,7 +377,8 @@ class Proof(ABC):
         try:
             with self.without_modes():
                 grads = [grad * scale for _, grad in roots]
-            with Ambient().without_autocast():  # as the pipeline does
+            # Without autocast, as the pipeline does.
+            with Ambient().without_autocast(), self.all_together("the end of backward"):
                 torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
         except Exception as error:
             if ran_out_of_memory(error):
