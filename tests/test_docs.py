@@ -152,6 +152,7 @@ def test_code_of_a_page_of_the_documentation(page: Path, monkeypatch: pytest.Mon
             snippets.run(snippet, page, names)
     finally:
         torch.compiler.reset()
+        torch.set_default_dtype(torch.float32)
 
 
 EXAMPLES = {
