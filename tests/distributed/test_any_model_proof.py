@@ -46,6 +46,8 @@ def said(is_wrong: bool) -> str:
         model = made()
     except ValueError as error:
         return str(error)
+    with pytest.raises(RuntimeError, match=r"each process has a part of the model: use model.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # Once, each process scaled by the norm of its own.
     return str(model.verify(torch.randn(6, 4)))
 
 

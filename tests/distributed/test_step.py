@@ -142,6 +142,8 @@ def clipped() -> None:
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
         torch.testing.assert_close(norm, expected)
         assert_gradients(model, plain)
+    with pytest.raises(RuntimeError, match=r"each process has a part of the model: use model.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # Once, each process scaled by the norm of its own.
 
 
 def refused() -> None:

@@ -12,7 +12,7 @@ A step, in every process:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -29,7 +29,7 @@ from torchgpipe.distributed.forms import Forms
 from torchgpipe.distributed.micro_batches import Crossings, RemoteMicroBatches, part_of_program
 from torchgpipe.drive.step import run_step
 from torchgpipe.gradients.aliases import StepLock
-from torchgpipe.gradients.clip import clip_grad_norm
+from torchgpipe.gradients.clip import clip_grad_norm, not_for_norms
 from torchgpipe.gradients.replicas import MeshReplicas
 from torchgpipe.model import microbatch
 from torchgpipe.model.given import order_of
@@ -247,6 +247,9 @@ class DistributedGPipe(nn.Module):
                 for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
                     self._processes.broadcast(leaf, self._processes.last, "the output")
             return (microbatch.gather if microbatch.window_of(input) is None else microbatch.values_of)(batches)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return not_for_norms(super().parameters(recurse))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does for a plain model.

@@ -19,6 +19,7 @@ from torchgpipe.frames.proof import FramesProof
 from torchgpipe.frames.saved import save_together
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.weights import clip_together, own, stand_ins_of
+from torchgpipe.gradients.clip import not_for_norms
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.given import verify_independent
 from torchgpipe.model.loss import NO_TARGET
@@ -177,6 +178,10 @@ class _Pipelined(nn.Module):
         return clip_together(self, settings, settings.processes, max_norm, norm_type)
 
     # Over processes: what a process has of the model is its own tensors; the others are stand-ins.
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+        parameters = super().parameters(*args, **kwargs)
+        return parameters if _settings_of(self).processes is None else not_for_norms(parameters)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return own(super().named_parameters(*args, **kwargs))

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "not_for_norms"]
+
+_CLIPS: Any = getattr(inspect.unwrap(nn.utils.clip_grad_norm_), "__code__", None)
+
+
+def not_for_norms(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of one of several processes, but not to PyTorch's functions that take the norm of them all.
+
+    That would be the norm of one process, which another one scales by another factor, and nothing tells of it.
+
+    Raises:
+        RuntimeError: `torch.nn.utils.clip_grad_norm_` asks for them.
+    """
+    frame = inspect.currentframe()
+    if frame is not None and frame.f_back is not None and frame.f_back.f_code is _CLIPS:
+        raise RuntimeError(
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), ...) takes the norm of the gradients of this process, "
+            "and each process has a part of the model: use model.clip_grad_norm_(...), in all processes"
+        )
+    yield from parameters
 
 
 def clip_grad_norm(
