@@ -5,8 +5,9 @@ time of the host counts against the pipeline. One process has a worker thread fo
 interpreter; several processes send messages over gloo instead. The ideal is what `torchgpipe.schedule` simulates, with
 the seconds that the blocks are told to sleep.
 
-With fewer cores than devices, processes compete for cores as threads do for the interpreter: the CPU time of a step, of
-all processes, is a bound that this machine sets, and stands beside the ideal.
+Two bounds of the machine stand beside the ideal. A sleep takes longer than it is told to, and autograd takes its time:
+so a single block, without any pipeline, is below the ideal, too. And with fewer cores than devices, processes compete
+for cores as threads do for the interpreter: the CPU time of a step, of all processes, says how much.
 
     python -m benchmarks.simulated_gpus                     # two minutes
     python -m benchmarks.simulated_gpus --devices-of 8 --seconds-of 0.001
@@ -61,6 +62,18 @@ def timed(model: Any, m: int, turns: int) -> list[list[float]]:
     return taken[2:]
 
 
+def alone(m: int, seconds: float, turns: int) -> list[list[float]]:
+    """Return the seconds of one block, forward and backward, without a pipeline; see `timed`."""
+    block, taken = Sleeping(seconds), []
+    x = torch.zeros(2, 1, requires_grad=True)
+    for _ in range(turns + 2):
+        begin, cpu = perf_counter(), process_time()
+        for _ in range(m):
+            mean(block(x)).backward()
+        taken.append([perf_counter() - begin, process_time() - cpu])
+    return taken[2:]
+
+
 def _work(rank: int, n: int, folder: str, m: int, seconds: float, turns: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -82,15 +95,17 @@ def over_processes(n: int, m: int, seconds: float, turns: int) -> list[list[floa
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
-    progress = Progress(2 * len(args.devices_of) * len(args.seconds_of))
+    progress = Progress((2 * len(args.devices_of) + 1) * len(args.seconds_of))
     torch.set_num_threads(1)
     m = args.micro_batches
-    for n in args.devices_of:
+    for n in (1, *args.devices_of):
         for seconds in args.seconds_of:
             ideal = simulated_sleep(SCHEDULE, m, range(n), seconds).seconds
-            for processes in (1, n):
+            for processes in (1, n) if n > 1 else (0,):
                 progress(f"{n} devices, blocks of {1000 * seconds:g} ms, {processes} processes")
-                if processes == 1:
+                if processes == 0:
+                    taken = alone(m, seconds, args.turns)
+                elif processes == 1:
                     one = {"devices": [f"cpu:{k}" for k in range(n)]}
                     taken = timed(model_of(n, m, seconds, one), m, args.turns)
                 else:
@@ -120,7 +135,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def simulated(result: dict[str, Any]) -> str:
     """Return a table of steps: with threads, and with processes."""
     columns: dict[str, Any] = {
-        **{"devices": "devices", "block, ms": "block_ms:g", "processes": "processes"},
+        **{"devices": "devices", "block, ms": "block_ms:g", "processes": lambda row: row["processes"] or "no pipeline"},
         **{"ideal, ms": "ideal_ms:.0f", "measured, ms": "measured_ms:0", "ideal / measured": "ideal/measured:2"},
         "CPU of all, ms": "cpu_ms:.0f",
     }

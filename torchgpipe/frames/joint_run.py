@@ -112,9 +112,9 @@ class JointRun(InOnePiece):
         self.move_to(door.column)
         processes, j = self._processes, door.column
         with unobserved():
-            exchanged = Exchanged(args, kwargs, self._copied)
+            exchanged = Exchanged(args, kwargs, self._copied, caches=False)
         args, kwargs = exchanged.args, exchanged.kwargs
-        given = {id(tensor): tensor for _, tensor in each((args, kwargs), objects=True)}
+        given = {id(tensor): tensor for tensor in _held(args, kwargs)}
         device, owner = self._devices[j], processes.owners[j]
         call = _Call(processes, owner, door.name, lambda roots: self.note(roots))
         with self._switched_off(), unobserved():
@@ -131,10 +131,15 @@ class JointRun(InOnePiece):
             return output
 
 
+def _held(args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among arguments, but for those in caches, which are what their owners have put there."""
+    values = [value for value in (*args, *kwargs.values()) if not is_cache(value)]
+    return [tensor for _, tensor in each(values, objects=True)]
+
+
 def _added(args: Any, kwargs: Any, given: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return the tensors that a call has put into the containers that it was given, but for caches."""
-    values = [value for value in (*args, *kwargs.values()) if not is_cache(value)]  # Those are filled by their owner.
-    found = {id(tensor): tensor for _, tensor in each(values, objects=True)}
+    """Return the tensors that a call has put into the containers that it was given."""
+    found = {id(tensor): tensor for tensor in _held(args, kwargs)}
     return [tensor for key, tensor in found.items() if key not in given]
 
 
@@ -180,7 +185,7 @@ class _Call:
             return entered[id(tensor)]
 
         entered: dict[int, Tensor] = {}
-        exchanged = Exchanged(args, kwargs, enter)
+        exchanged = Exchanged(args, kwargs, enter, caches=False)
         begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
         calls = HookedCalls(door.module)
         try:

@@ -35,7 +35,7 @@ from torchgpipe.frames.imports import Imports, Known
 from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.frames.threads import place_of
-from torchgpipe.model.values import Exchanged, each, is_cache, mapped
+from torchgpipe.model.values import Exchanged, each, mapped
 from torchgpipe.processes.stand_in import NoValues, StandIn, computed_as_a_whole, form_of
 from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
 
@@ -278,15 +278,8 @@ class RemoteFrame(Frame):
         return self._columns.is_mine(column) and column > self._granted
 
     def _exchanged(self, args: Any, kwargs: Any) -> Exchanged:
-        """Return the arguments in the present column; a cache stays: each process has what its modules put there."""
-        caches = {key: value for key, value in (*enumerate(args), *kwargs.items()) if is_cache(value)}
-        if not caches:
-            return super()._exchanged(args, kwargs)
-        others = tuple([None if k in caches else value for k, value in enumerate(args)])
-        exchanged = super()._exchanged(others, {k: None if k in caches else value for k, value in kwargs.items()})
-        exchanged.args = tuple([caches.get(k, value) for k, value in enumerate(exchanged.args)])
-        exchanged.kwargs = {k: caches.get(k, value) for k, value in exchanged.kwargs.items()}
-        return exchanged
+        # A cache stays: each process has what its modules have put there.
+        return Exchanged(args, kwargs, self.imports.import_tensor, caches=False)
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors

@@ -150,14 +150,18 @@ class Exchanged:
         args: arguments
         kwargs: arguments with names
         change: maps tensors
+        caches: whether to look into caches that are arguments; if not, the call gets them as they are
 
     Attributes:
         args: the arguments with ``change(tensor)`` in the place of every tensor
         kwargs: the same of those with names
     """
 
-    def __init__(self, args: Any, kwargs: Any, change: Callable[[Tensor], Any]) -> None:
-        self.args, self.kwargs = mapped(args, change, objects=True), mapped(kwargs, change, objects=True)
+    def __init__(self, args: Any, kwargs: Any, change: Callable[[Tensor], Any], *, caches: bool = True) -> None:
+        def exchanged(value: Any) -> Any:
+            return value if not caches and is_cache(value) else mapped(value, change, objects=True)
+
+        self.args, self.kwargs = tuple(map(exchanged, args)), {key: exchanged(value) for key, value in kwargs.items()}
         self._copies = [*_copies(args, self.args), *_copies(tuple(kwargs.values()), tuple(self.kwargs.values()))]
 
     def hand_over(self) -> None:
