@@ -20,6 +20,7 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.frames.abstract import values_told
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.outputs import verify_known
+from torchgpipe.frames.visitors import unobserved
 from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.given import refuse_strided_nested
@@ -44,8 +45,10 @@ class Exported:
     def take(self, i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
         """Take the output of micro-batch ``i``."""
         self._outputs[i] = output
-        if export is not None:
-            verify_known(output)
+        if export is None:
+            return
+        verify_known(output)
+        with unobserved():  # Nothing of this has to be imported, and each operation would look for it.
             for _, tensor in each(output):
                 if tensor.requires_grad and id(tensor) not in self._exports[i]:
                     self._exports[i][id(tensor)] = (tensor, export(tensor))

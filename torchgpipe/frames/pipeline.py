@@ -31,7 +31,7 @@ from torchgpipe.frames.outer import Exported
 from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.together import Together
-from torchgpipe.frames.visitors import InOnePiece
+from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.frames.weights import own_slots
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
@@ -258,8 +258,9 @@ class Pipeline:
                         "the loss does not require grad, so there is nothing to train; does the output depend on a "
                         "parameter that requires grad?"
                     )
-                share = torch.full_like(value, weight)
-                export(value).add(share if scaler is None else scaler.scale(share))
+                with unobserved():  # Nothing of this has to be imported, and each operation would look for it.
+                    share = torch.full_like(value, weight)
+                    export(value).add(share if scaler is None else scaler.scale(share))
 
         m = len(batch.sizes)
         if batch.carried is None:
