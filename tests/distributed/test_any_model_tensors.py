@@ -114,14 +114,17 @@ class Collecting(nn.Module):
     """Hooks collect what modules inside of blocks take and return, as transformers does it for hidden states.
 
     Once, the proof waited for what another process did not have, and in evaluation the owner of a block took what its
-    hooks had kept for what all processes have.
+    hooks had kept for what all processes have. A hook that reads values has them where the module is, and is left out
+    elsewhere; it once let the model fail.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
         self.collected: list[Tensor] = []
+        self.norms: list[float] = []
         for block in self.blocks:
+            block[2].register_forward_hook(lambda _, args, output: self.norms.append(output.norm().item()))
             block[2].register_forward_hook(lambda _, args, output: self.collected.extend([args[0], output]))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ __all__ = [
     "exchange_memory",
     "fake_tensor_mode",
     "forget_parametrizations",
+    "forgiving",
     "forward_hooks",
     "forward_mode_is_active",
     "frame_of",
@@ -90,9 +91,9 @@ __all__ = [
     "uses_cuda_graphs",
     "versions",
     "will_run",
+    "with_forward_hooks",
     "without_dispatch",
     "without_dispatch_modes",
-    "without_forward_hooks",
     "without_function_mode",
     "written",
 ]
@@ -503,22 +504,40 @@ def show_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     is no public list of hooks.
     """
     for number, hook in [*module._forward_hooks.items()]:
-        if number in module._forward_hooks_with_kwargs:
-            hook(module, args, {}, output)
-        else:
-            hook(module, args, output)
+        see = forgiving(hook)
+        see(module, args, {}, output) if number in module._forward_hooks_with_kwargs else see(module, args, output)
+
+
+def forgiving(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing where ``hook`` fails, as one does that reads what only another process has."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return hook(*args)
+        except Exception:  # The process that has the values runs the hook, too, and tells of errors.
+            return None
+
+    return call
 
 
 @contextmanager
-def without_forward_hooks(module: nn.Module) -> Iterator[None]:
-    """Let no hook behind a forward see what the modules inside return in a ``with`` block; see `show_call`."""
+def with_forward_hooks(module: nn.Module, change: Callable[[Any], Any] | None) -> Iterator[None]:
+    """Let the modules inside have other hooks behind their forwards in a ``with`` block; see `show_call`.
+
+    Args:
+        module: the module
+        change: returns what takes the place of a hook; None if nothing does
+    """
     hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
-    for child, _ in hooks:
-        child._forward_hooks = OrderedDict()
+    for child, own in hooks:
+        child._forward_hooks = OrderedDict([(key, change(hook)) for key, hook in own.items()] if change else ())
     try:
         yield
     finally:
         for child, own in hooks:
+            own.update(
+                {key: hook for key, hook in child._forward_hooks.items() if key not in own}
+            )  # Made in the block.
             child._forward_hooks = own
 
 

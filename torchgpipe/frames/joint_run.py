@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.generators import generators_of, go_on_from, state_of
-from torchgpipe.devices.torch_internals import keeps_graph
+from torchgpipe.devices.torch_internals import forgiving, keeps_graph, with_forward_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
@@ -221,7 +221,8 @@ class _Call:
         output_there, seen_there = forms.made([*given.values()], door.column, device)
         calls = HookedCalls(door.module, names)
         try:
-            output, _ = run_on_stand_ins(door, args, kwargs)  # Which does to containers what the module does.
+            with with_forward_hooks(door.module, forgiving):
+                output, _ = run_on_stand_ins(door, args, kwargs)  # Which does to containers what the module does.
         except Exception:
             output = output_there
         finally:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import (
     call_hooks,
+    forgiving,
     plain_call,
     show_call,
     versions,
-    without_forward_hooks,
+    with_forward_hooks,
 )
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.frames.door import Door
@@ -171,7 +172,8 @@ class RemoteDoors:
             self._known[key] = self._found(door, key, args, kwargs, given)
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
-            output, changed = run_on_stand_ins(door, args, kwargs, given)
+            with with_forward_hooks(door.module, forgiving):
+                output, changed = run_on_stand_ins(door, args, kwargs, given)
             _change(given, changed)
             known = {id(tensor) for tensor in given}
             output = mapped(
@@ -190,7 +192,7 @@ class RemoteDoors:
         args, kwargs = copied((args, kwargs))
         held = _held((args, kwargs))
         try:
-            with without_forward_hooks(door.module):
+            with with_forward_hooks(door.module, None):
                 output, changed = run_on_stand_ins(door, args, kwargs, given)
         except Exception as error:
             what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
