@@ -130,3 +130,47 @@ def test_a_process_that_strays_from_the_proof_is_found_at_once() -> None:
     assert "has come to the module 'blocks.0', and rank 1 to the module 'blocks.3'" in one
     assert "has come to the module 'blocks.3', and rank 0 to the module 'blocks.0'" in other
     assert launch(2, strayed, "raises in backward") == ["goes on", "goes on"]
+
+
+class Tied(nn.Module):
+    """A table at both ends, whose copies in two processes once stayed different if the seeds were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def seeded(differ: str) -> Any:
+    """Train in processes whose models, samples or mini-batches were made under seeds of their own."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank if differ == "models" else 0)
+    model: Any = Tied()
+    torch.manual_seed(rank if differ == "samples" else 0)
+    sample = torch.randint(8, (4, 3))
+    mesh = dist.init_device_mesh("cpu", (2,))
+    how: dict[str, Any] = {"chunks": 2, "mesh": mesh, "loss_fn": lambda output, _: output.square().mean()}
+    try:
+        torchgpipe.pipelined(model, sample, verify=False, **how)
+        torch.manual_seed(rank if differ == "mini-batches" else 0)
+        model.step(torch.randint(8, (4, 3)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return model.table.weight.tolist()
+
+
+def test_seeds_that_differ_between_processes() -> None:
+    one, other = launch(2, seeded, "models")
+    assert one == other
+    for text in launch(2, seeded, "samples"):
+        assert "has another sample than this process" in text
+    for text in launch(2, seeded, "mini-batches"):
+        assert "prepares another step: it has other values in its arguments: seed what shuffles" in text

@@ -34,7 +34,8 @@ from torchgpipe.frames.pipelined_module import (
 from torchgpipe.frames.proof import prove
 from torchgpipe.frames.sample import Study
 from torchgpipe.frames.settings import Settings, iterate_tensors
-from torchgpipe.frames.weights import keep_own
+from torchgpipe.frames.together import checksum_of_values
+from torchgpipe.frames.weights import begin_alike, keep_own
 from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches, verify_independent
@@ -244,6 +245,9 @@ def _pipelined(
     verify_name(schedule)
     arguments = arguments_of(sample if window is None else window[0])
     with nullcontext() if processes is None else processes.all_together("the study of the sample"):
+        if processes is not None:
+            given = [arguments] if window is None else [*map(arguments_of, window)]
+            processes.verify_alike(checksum_of_values(given), "another sample than this process: give the same in all")
         settings = arrange(
             module,
             arguments,
@@ -274,6 +278,8 @@ def _pipelined(
     verify_fitting(settings, schedule)
     verify_links(settings.devices, 3)
     if processes is not None:
+        with processes.all_together("the weights of this process"):
+            begin_alike(module, settings, processes)
         keep_own(module, settings, processes)
         processes.begin_equal([tensor for _, _, _, tensor in iterate_tensors(module)])
     move(module, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.random_numbers import Draws, RandomNumbers
 
-__all__ = ["Together"]
+__all__ = ["Together", "checksum_of_values"]
 
 
 class Together:
@@ -83,11 +83,19 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        checksum = self._checksum(
-            (kind, numbers.follows, torch.is_grad_enabled(), described([tuple(part) for part in parts], []))
-        )
         of_modes = self._checksum((modes, trained))
-        (seed, *_), _ = self.processes.agree(zlib.crc32(b"%d %d" % (checksum, of_modes)), numbers.seed, 1.0)
+        shapes = described([*map(tuple, parts)], [])
+        checksums = {
+            "another schedule, chunks or grad mode": self._checksum((kind, *batch.sizes, torch.is_grad_enabled())),
+            "arguments of other shapes or dtypes, or other numbers": self._checksum(shapes),
+            "other values in its arguments: seed what shuffles and draws them alike": checksum_of_values(parts),
+            "other modules, or other ones in train() or eval()": self._checksum(modes),
+            "parameters of another dtype, or frozen: freeze by requires_grad_() of a module, as model.parameters() are "
+            "those of one process": self._checksum(trained),
+            "layers that draw random numbers, or none": self._checksum(numbers.follows),
+        }
+        checksum = zlib.crc32(repr([*checksums.values()]).encode())
+        (seed, *_), _ = self.processes.agree(checksum, numbers.seed, 1.0, parts=checksums)
         numbers.begin_with(seed)
         self.doors.use(of_modes)
 
@@ -129,6 +137,17 @@ class Together:
             forms.made((), last, self.settings.devices[last]),
             lambda stand_in: stand_in if (value := next(tensors)) is None else value.to(stand_in.device),
         )
+
+
+def checksum_of_values(parts: Iterable[Any]) -> int:
+    """Return a number that tells mini-batches with other values apart, by at most some hundred of each tensor."""
+    checksum = 0
+    for part in parts:
+        for _, tensor in each(part):
+            if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta:
+                some = tensor.detach().flatten()[:: max(1, tensor.numel() // 509)].cpu().contiguous()
+                checksum = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def _difference(logs: Sequence[Sequence[Sequence[Any]]]) -> str:

@@ -21,7 +21,7 @@ from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.tags import SUMS, tag_of
 
-__all__ = ["add_shared", "clip_together", "keep_own", "own", "own_slots", "stand_ins_of", "users_of"]
+__all__ = ["add_shared", "begin_alike", "clip_together", "keep_own", "own", "own_slots", "stand_ins_of", "users_of"]
 
 T = TypeVar("T", bound=Tensor)
 
@@ -47,6 +47,25 @@ def keep_own(module: nn.Module, settings: Settings, processes: Processes) -> Non
                 child._parameters[name] = remote[tensor]  # type: ignore[assignment]
         elif find_door(full, settings.doors) is not None and not processes.is_mine(column):
             child._buffers[name] = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
+
+
+@torch.no_grad()
+def begin_alike(module: nn.Module, settings: Settings, processes: Processes) -> None:
+    """Give the copies of a tensor in several processes the same values, those of its first process.
+
+    Else models that were made under other seeds would have an embedding and a tied head of other values, for ever: the
+    proof cannot tell that from two parameters, and gradients are summed over the copies alike.
+    """
+    users, done = users_of(module, settings), set[Tensor]()
+    for full, child, name, tensor in iterate_tensors(module):
+        is_buffer = name in child._buffers
+        columns = users.get(tensor, frozenset()) if not is_buffer else frozenset(range(len(processes.owners)))
+        if is_buffer and find_door(full, settings.doors) is not None:
+            continue  # One process has it.
+        if tensor in done or tensor.is_meta or len({processes.owners[c] for c in columns}) < 2:
+            continue
+        done.add(tensor)
+        tensor.copy_(processes.shared(tensor, processes.owners[min(columns)], f"the values of '{full}'"))
 
 
 def own(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -109,11 +109,14 @@ class Processes:
 
     # --------------------------------------------------------------------------------------------------- before a step
 
-    def agree(self, checksum: int, number: int, weight: float, *, failed: bool = False) -> tuple[list[int], float]:
+    def agree(
+        self, checksum: int, number: int, weight: float, *, failed: bool = False, parts: Mapping[str, int] | None = None
+    ) -> tuple[list[int], float]:
         """Wait until all processes are ready for the same step.
 
         Args:
             checksum: a number that is equal for equal steps
+            parts: the numbers that it is made of, by what they tell of, for the error
             number: a number to tell the others, such as a seed
             weight: the weight of the mini-batch; that of the last column's process counts
             failed: whether this process could not prepare the step. The caller raises the error that says why.
@@ -146,6 +149,12 @@ class Processes:
             raise RuntimeError(
                 f"rank {self._ranks(refused)} could not prepare the step, and says why; nothing was sent"
             )
+        if others and parts is not None:
+            first = next(other for rank, other in enumerate(self.gather(parts, "what differs")) if rank in others)
+            differing = [what for what in parts if first[what] != parts[what]]
+            raise RuntimeError(
+                f"rank {self._ranks(others)} prepares another step: it has {'; '.join(differing)}. Nothing was sent"
+            )
         if others:
             raise RuntimeError(
                 f"rank {self._ranks(others)} prepares another step: the model, the balance, the schedule, chunks, "
@@ -173,6 +182,17 @@ class Processes:
                 f"{rows[others[0]][1]}, and here {key}; make the same model in every process"
             )
         return rows[0][0]
+
+    def verify_alike(self, key: Any, what: str) -> None:
+        """Raise an error that says ``what`` other processes have, if their key is another one.
+
+        Raises:
+            ValueError: another process has another key.
+        """
+        self.meet("the comparison of what all are given")
+        others = [rank for rank, other in enumerate(self.gather(key, what)) if other != key]
+        if others:
+            raise ValueError(f"{self.place}: rank {self._ranks(others)} has {what}")
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return what all processes give, by rank.
