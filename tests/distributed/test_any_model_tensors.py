@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 import torchgpipe
 from tests.distributed.launch import launch
@@ -134,6 +135,35 @@ class Collecting(nn.Module):
         return x + self.blocks[2](torch.stack(self.collected).sum(0))
 
 
+class Checkpointed(nn.Module):
+    """Once, a second run in a process computed with stand-ins, whose gradients were no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda y, block=block: block(y).tanh() * self.scale, x, use_reentrant=False)
+        return x
+
+
+class InPlace(nn.Module):
+    """Once, the proof took an argument that a module changes for what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.relu = nn.ModuleList([nn.ReLU(inplace=True) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, relu in zip(self.blocks, self.relu):
+            x = block(x)
+            relu(x)
+        return x
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -164,6 +194,8 @@ def square(output: Tensor, _: None) -> Tensor:
         (Padded, 2, "1F1B", False),
         (Cached, 3, "1F1B", False),
         (Collecting, 3, "1F1B", True),
+        (Checkpointed, 3, "1F1B", True),
+        (InPlace, 2, "1F1B", True),
         (Skipping, 4, "Interleaved1F1B", False),
         (Skipping, 4, "GPipe", False),
         (Skipping, 2, "1F1B", False),

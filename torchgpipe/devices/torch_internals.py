@@ -13,7 +13,6 @@ PyTorch read, define and override them, so PyTorch cannot change them quietly.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -69,6 +68,7 @@ __all__ = [
     "make_wrapper",
     "memory_of",
     "next_sequence_number",
+    "no_hook",
     "own_call",
     "parameter_like",
     "plain_call",
@@ -504,41 +504,43 @@ def show_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     is no public list of hooks.
     """
     for number, hook in [*module._forward_hooks.items()]:
-        see = forgiving(hook)
+        see = forgiving(hook, [])
         see(module, args, {}, output) if number in module._forward_hooks_with_kwargs else see(module, args, output)
 
 
-def forgiving(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that does nothing where ``hook`` fails, as one does that reads what only another process has."""
+def forgiving(hook: Callable[..., Any], failed: list[Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing where ``hook`` fails, as one does that reads what only another process has.
+
+    Args:
+        hook: the hook
+        failed: gets the hook if it fails
+    """
 
     def call(*args: Any) -> Any:
         try:
             return hook(*args)
         except Exception:  # The process that has the values runs the hook, too, and tells of errors.
+            failed.append(hook)
             return None
 
     return call
 
 
 @contextmanager
-def with_forward_hooks(module: nn.Module, change: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Let the modules inside have other hooks behind their forwards in a ``with`` block; see `show_call`.
-
-    Args:
-        module: the module
-        change: returns what takes the place of a hook; None if nothing does
-    """
-    hooks = [(child, child._forward_hooks) for child in module.modules() if child._forward_hooks]
-    for child, own in hooks:
-        child._forward_hooks = OrderedDict([(key, change(hook)) for key, hook in own.items()] if change else ())
+def with_forward_hooks(module: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Let the modules inside have ``change(hook)`` for a hook behind their forwards in a ``with`` block."""
+    hooks = [(child._forward_hooks, dict(child._forward_hooks)) for child in module.modules() if child._forward_hooks]
+    for present, own in hooks:  # The dict stays, as a handle to remove a hook knows it.
+        present.update({key: change(hook) for key, hook in own.items()})
     try:
         yield
     finally:
-        for child, own in hooks:
-            own.update(
-                {key: hook for key, hook in child._forward_hooks.items() if key not in own}
-            )  # Made in the block.
-            child._forward_hooks = own
+        for present, own in hooks:
+            present.update({key: hook for key, hook in own.items() if key in present})
+
+
+def no_hook(*_: Any) -> None:
+    """Do nothing, in the place of a hook; see `with_forward_hooks`."""
 
 
 def is_compiled(module: nn.Module) -> bool:

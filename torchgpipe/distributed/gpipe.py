@@ -249,7 +249,8 @@ class DistributedGPipe(nn.Module):
             return (microbatch.gather if microbatch.window_of(input) is None else microbatch.values_of)(batches)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return not_for_norms(super().parameters(recurse))
+        parameters = super().parameters(recurse)
+        return parameters if self._processes.size == 1 else not_for_norms(parameters)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages, as :func:`torch.nn.utils.clip_grad_norm_` does for a plain model.
@@ -261,7 +262,7 @@ class DistributedGPipe(nn.Module):
         Returns:
             the norm before clipping, in every process
         """
-        parameters = [*self.parameters()]
+        parameters = [*super().parameters()]
         return clip_grad_norm(
             parameters,
             parameters,

@@ -8,13 +8,14 @@ node in all processes, whose backward runs in the owner, which tells the others 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.devices.generators import generators_of, go_on_from, state_of
-from torchgpipe.devices.torch_internals import forgiving, keeps_graph, with_forward_hooks
+from torchgpipe.devices.torch_internals import forgiving, keeps_graph, versions, with_forward_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
@@ -67,16 +68,19 @@ class JointRun(InOnePiece):
 
     def add_shared(self) -> None:
         """Add up the gradients of parameters that several processes have."""
-        self._processes.meet("the gradients of parameters that several processes have")
         for dummy in self.dummies.values():
             dummy.grad = None
-        add_shared(self._users, self._aliases, self._processes)
+        add_shared(self._users, self._aliases, self._processes, meets=True)
+
+    def __exit__(self, *error: Any) -> None:
+        self._seen = {}  # Its graph leads to the calls, and these here: no collector sees that circle.
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def ended(self, output: Any) -> Any:
         """See `InOnePiece.ended`; the output may hold what hooks have seen."""
         seen, self._seen = self._seen, {}
         with unobserved():
-            return mapped(output, lambda tensor: seen[id(tensor)][1] if id(tensor) in seen else tensor)
+            return mapped(output, lambda tensor: seen.get(id(tensor), (None, tensor))[1])
 
     def _with_values(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the model's with its values: of a parameter, one process takes the gradients."""
@@ -91,7 +95,7 @@ class JointRun(InOnePiece):
             if isinstance(tensor, StandIn):
                 raise NoValues(
                     f"a hook has kept something of shape {tuple(tensor.shape)} that it has computed inside of a module "
-                    "of another process; let the hook keep what the module returns, or give verify=False"
+                    "of another process; let the hook keep what the module takes or returns"
                 )
             return tensor
         first = min(users)
@@ -118,15 +122,17 @@ class JointRun(InOnePiece):
         device, owner = self._devices[j], processes.owners[j]
         call = _Call(processes, owner, door.name, lambda roots: self.note(roots))
         with self._switched_off(), unobserved():
-            run = call.run if owner == processes.rank else call.hear
-            output, added, seen = run(door, args, kwargs, given, device)
-            made = mapped((output, added, seen), call.filled, objects=True)
+            with saved_tensors_hooks(_itself, _itself):  # Else a checkpoint around it would run again in one process.
+                told = (call.run if owner == processes.rank else call.hear)(door, args, kwargs, given, device)
+            made = mapped((told.output, told.added, told.seen), call.filled, objects=True)
             # Others have the values of a buffer of the owner's from now on.
             made = mapped(made, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor, objects=True)
             inputs = [tensor for tensor in given.values() if tensor.requires_grad]
-            output, joined, in_graph = call.in_graph(made, inputs, given)
-            put_in_place((args, kwargs), dict(zip(map(id, added), joined)))
-            self._seen.update({id(one): (one, other) for one, other in zip(seen, in_graph)})
+            output, added, seen, changed = call.in_graph((*made, [*told.changed.values()]), inputs, given)
+            put_in_place((args, kwargs), dict(zip(map(id, told.added), added)))
+            self._seen.update({id(one): (one, other) for one, other in zip(told.seen, seen)})
+            for key, tensor in zip(told.changed, changed):
+                given[key].copy_(tensor)
             exchanged.hand_over()
             return output
 
@@ -141,6 +147,22 @@ def _added(args: Any, kwargs: Any, given: Mapping[int, Tensor]) -> list[Tensor]:
     """Return the tensors that a call has put into the containers that it was given."""
     found = {id(tensor): tensor for tensor in _held(args, kwargs)}
     return [tensor for key, tensor in found.items() if key not in given]
+
+
+class _Told(NamedTuple):
+    """What a call of a module has given, with stand-ins or values.
+
+    Attributes:
+        output: what the module has returned
+        added: what it has put into its arguments
+        seen: what hooks inside have seen
+        changed: the arguments that it has changed in place, as they are now, by the ids of those given
+    """
+
+    output: Any
+    added: list[Tensor]
+    seen: list[Tensor]
+    changed: dict[int, Tensor]
 
 
 class _Call:
@@ -158,34 +180,30 @@ class _Call:
         #: In the owner, the arguments that require grad, by the ids of those given.
         self._leaves: dict[int, Tensor] = {}
         self._outputs: list[Tensor] = []
-        #: In the owner, what was given, by the ids of its clones; elsewhere, the values that stand-ins have there.
+        #: What was given, by the ids of its clones; and the values that the owner has told, by those of stand-ins.
         self._values: dict[int, Tensor] = {}
 
     def filled(self, tensor: Tensor) -> Tensor:
         """Return a tensor that has values in all processes for one of the module's."""
         return self._values.get(id(tensor), tensor)
 
-    def run(
-        self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
-    ) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """Run the module, and tell the others.
+    def _clones(self, given: dict[int, Tensor], graph: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+        """Return what the module gets for what was given, by the ids of that: it may change its arguments."""
+        clones = {key: graph(tensor).clone() for key, tensor in given.items()}
+        self._values = {id(clone): given[key] for key, clone in clones.items()}
+        return clones
 
-        Returns:
-            the output, what the module has put into its arguments, and what hooks inside have seen
-        """
+    def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Told:
+        """Run the module, and tell the others."""
 
-        def enter(tensor: Tensor) -> Tensor:
+        def begin(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            if id(tensor) not in self._leaves:
-                self._leaves[id(tensor)] = tensor.detach().requires_grad_()
-            leaf = self._leaves[id(tensor)]
-            if id(tensor) not in entered:
-                entered[id(tensor)] = leaf.clone()  # Which the module may change.
-            return entered[id(tensor)]
+            return self._leaves.setdefault(id(tensor), tensor.detach().requires_grad_())
 
-        entered: dict[int, Tensor] = {}
-        exchanged = Exchanged(args, kwargs, enter, caches=False)
+        clones = self._clones(given, begin)
+        exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
+        before = versions([*clones.values()])
         begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
         calls = HookedCalls(door.module)
         try:
@@ -193,40 +211,46 @@ class _Call:
         finally:
             calls.remove()
         exchanged.hand_over()
-        self._values = {id(tensor): given[key] for key, tensor in entered.items()}
+        now = versions([*clones.values()])
+        changed = {key: clone for (key, clone), a, b in zip(clones.items(), before, now) if a != b}
         added = _added(args, kwargs, given)
         told = mapped((output, added, *calls.seen), self.filled, objects=True)
         values = [
             [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(part, objects=True)]
             for part in told
         ]
+        numbers = [k for k, key in enumerate(given) if key in changed]
+        changes = [(k, clone.detach().cpu(), clone.requires_grad) for k, clone in zip(numbers, changed.values())]
         states = [state_of(generator) for generator in generators_of(device)]
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
         drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
         forms = abstracted((told[0], told[2:]), [*given.values()])
-        self._told((values, forms, calls.names, drawn, drawn_in_python))
-        return output, added, [tensor for _, tensor in each(calls.seen, objects=True)]
+        self._told((values, forms, calls.names, changes, drawn, drawn_in_python))
+        return _Told(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
 
-    def hear(
-        self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device
-    ) -> tuple[Any, list[Tensor], list[Tensor]]:
+    def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Told:
         """Do what `run` does with stand-ins, as far as they go, and with the forms and values that the owner tells.
 
         Raises:
             NoValues: the module puts tensors into its arguments, and does not run without values.
             OthersFail: the module has failed there.
         """
-        values, forms, names, states, of_python = self._told(None)
-        output_there, seen_there = forms.made([*given.values()], door.column, device)
-        calls = HookedCalls(door.module, names)
+        values, forms, names, changes, states, of_python = self._told(None)
+        tensors = [*given.values()]
+        output_there, seen_there = forms.made(tensors, door.column, device)
+        clones = self._clones(given, lambda tensor: tensor)
+        exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
+        calls, failed = HookedCalls(door.module, names), list[Any]()
         try:
-            with with_forward_hooks(door.module, forgiving):
-                output, _ = run_on_stand_ins(door, args, kwargs)  # Which does to containers what the module does.
+            with with_forward_hooks(door.module, lambda hook: forgiving(hook, failed)):
+                # Which does to containers what the module does.
+                output, _ = run_on_stand_ins(door, exchanged.args, exchanged.kwargs)
         except Exception:
             output = output_there
         finally:
             calls.remove()
+        exchanged.hand_over()
         calls.show_rest(names, seen_there)
         for generator, state in zip(generators_of(device), states):
             if state is not None:
@@ -234,7 +258,7 @@ class _Call:
         if of_python is not None:
             set_python_random_states(of_python)
         added = _added(args, kwargs, given)
-        if len([*each(output, objects=True)]) != len(values[0]):
+        if failed or len([*each(output, objects=True)]) != len(values[0]):
             output = output_there  # A kernel of attention returns None, and an empty tensor without values.
         if len(added) != len(values[1]):
             raise NoValues(
@@ -248,7 +272,11 @@ class _Call:
             for stand_in, value in zip(stand_ins, told) if len(stand_ins) == len(told) else ():
                 if value is not None:
                     self._values[id(stand_in)] = value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
-        return output, added, [tensor for _, tensor in each(calls.seen, objects=True)]
+        changed = {
+            id(tensors[k]): value.to(tensors[k].device).requires_grad_(requires_grad)
+            for k, value, requires_grad in changes
+        }
+        return _Told(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""
@@ -281,6 +309,10 @@ class _Call:
     def _told(self, value: Any, of: str = "") -> Any:
         """Return what the owner tells of the module, or of its backward; see `Processes.meet` for its failure."""
         return self._processes.tell_all(value, self._owner, f"{of}the module '{self._name}'")
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Joint(Function):

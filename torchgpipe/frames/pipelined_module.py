@@ -180,8 +180,8 @@ class _Pipelined(nn.Module):
     # Over processes: what a process has of the model is its own tensors; the others are stand-ins.
 
     def parameters(self, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
-        parameters = super().parameters(*args, **kwargs)
-        return parameters if _settings_of(self).processes is None else not_for_norms(parameters)
+        parameters, processes = super().parameters(*args, **kwargs), _settings_of(self).processes
+        return parameters if processes is None or processes.size == 1 else not_for_norms(parameters)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return own(super().named_parameters(*args, **kwargs))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import (
     call_hooks,
     forgiving,
+    no_hook,
     plain_call,
     show_call,
     versions,
@@ -172,8 +173,12 @@ class RemoteDoors:
             self._known[key] = self._found(door, key, args, kwargs, given)
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
-            with with_forward_hooks(door.module, forgiving):
+            failed: list[Any] = []
+            with with_forward_hooks(door.module, lambda hook: forgiving(hook, failed)):
                 output, changed = run_on_stand_ins(door, args, kwargs, given)
+            if failed:  # What it would have returned, its process knows.
+                effect = self._known[key] = self._looked_up(door, key, "a hook inside reads values")
+                output, _ = effect.forms.made(given, column, self._settings.devices[column])
             _change(given, changed)
             known = {id(tensor) for tensor in given}
             output = mapped(
@@ -192,15 +197,19 @@ class RemoteDoors:
         args, kwargs = copied((args, kwargs))
         held = _held((args, kwargs))
         try:
-            with with_forward_hooks(door.module, None):
+            with with_forward_hooks(door.module, lambda _: no_hook):
                 output, changed = run_on_stand_ins(door, args, kwargs, given)
         except Exception as error:
-            what = f"the shapes that '{door.name}' returns, which does not run without values ({error})"
-            found: _Effect = pickle.loads(self._processes.look_up(_word_of(key), what))
-            return found
+            return self._looked_up(door, key, f"it does not run without values: {error}")
         forms = abstracted((output, []), given)
         is_known = forms.is_plain and not self._has_hooks(door) and _held((args, kwargs)) == held
         return _Effect(forms, [], changed) if is_known else None
+
+    def _looked_up(self, door: Door, key: Any, why: str) -> _Effect:
+        """Return what the process of a module has published."""
+        what = f"the shapes that '{door.name}' returns ({why})"
+        found: _Effect = pickle.loads(self._processes.look_up(_word_of(key), what))
+        return found
 
 
 def _owned(tensor: Tensor, column: int) -> StandIn:

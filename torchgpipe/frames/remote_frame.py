@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from torchgpipe.cell.cell import Cell
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.devices.torch_internals import is_checkpointed, versions
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.columns import Columns, Message
 from torchgpipe.frames.door import Door, this_thread
@@ -212,6 +212,8 @@ class RemoteImports(Imports):
                 self._note_message(number, Message(form, source, False, shift))
                 value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number), shift)
             values[self] = value
+        if is_checkpointed() and isinstance(tensor, StandIn):  # Which holds the stand-in until backward.
+            tensor.kept = value
         return self._on_this_device(value)
 
     def _note_message(self, number: int, message: Message) -> None:

@@ -18,6 +18,7 @@ from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_A_PLACE, OF_THE_ORIGINAL, changes_in_place
 from torchgpipe.frames.settings import name_of
 from torchgpipe.model.values import each, mapped
+from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.transport.copier import copier
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "unobserved"]
@@ -42,9 +43,13 @@ class RecomputationVisitor:
         """Copy the arguments, which are those of the first run, and call the module.
 
         Raises:
-            RuntimeError: the module belongs to another device.
+            RuntimeError: the module belongs to another device, or process.
         """
         columns, j = self._columns, self._column
+        if columns.processes is not None:
+            if not columns.is_mine(door.column):
+                raise RuntimeError(_CHECKPOINT_OF_SEVERAL.format(door.name))
+            args, kwargs = mapped((args, kwargs), lambda tensor: _with_kept(tensor, door.name))
         door = columns.here(door, j)
         if columns.streams.moves(columns.devices[j], columns.devices[door.column]):
             there, here = name_of(columns.members[door.column]), name_of(columns.members[j])
@@ -54,6 +59,22 @@ class RecomputationVisitor:
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or checkpoint=[...] of pipelined"
             )
         return door.call_exchanged(args, kwargs, columns.copier(door.column))
+
+
+_CHECKPOINT_OF_SEVERAL = (
+    "a torch.utils.checkpoint around '{}' holds what several processes compute, or is a reentrant one, so it cannot "
+    "run again in one of them; put it around that module alone, with use_reentrant=False, or give "
+    "pipelined(checkpoint=True)"
+)
+
+
+def _with_kept(tensor: Tensor, name: str) -> Tensor:
+    """Return the values that were received for a stand-in in the first run of a checkpoint."""
+    if not isinstance(tensor, StandIn):
+        return tensor
+    if tensor.kept is None:
+        raise RuntimeError(_CHECKPOINT_OF_SEVERAL.format(name))
+    return tensor.kept.detach().requires_grad_(tensor.requires_grad)
 
 
 def unobserved() -> AbstractContextManager[object]:

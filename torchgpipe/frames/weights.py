@@ -103,7 +103,9 @@ def own_slots(
     return own
 
 
-def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, processes: Processes) -> None:
+def add_shared(
+    users: Mapping[Tensor, frozenset[int]], aliases: Aliases, processes: Processes, *, meets: bool = False
+) -> None:
     """Add up the gradients of parameters that several processes have, in the order of the columns, in all of them.
 
     The process of the first column adds up, and gives the others the sum.
@@ -112,6 +114,7 @@ def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, process
         users: the columns of each parameter
         aliases: the aliases, which have the gradients
         processes: the processes
+        meets: whether all meet before, see `Processes.meet`
     """
     shared = [
         (parameter, sorted(columns))
@@ -121,6 +124,8 @@ def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, process
     if not shared:
         return
     own = [_taken(aliases, parameter, columns, processes) for parameter, columns in shared]
+    if meets:
+        processes.meet("the gradients of parameters that several processes have")
     told = processes.gather([[*grads] for grads in own], "which shared parameters have gradients")
     for k, (parameter, columns) in enumerate(shared):
         having = sorted([c for columns_of_one in told for c in columns_of_one[k]])

@@ -8,6 +8,7 @@ process that fails later closes its connections, by which those that wait for it
 from __future__ import annotations
 
 import itertools
+import pickle
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchgpipe.devices.memory import ran_out_of_memory
 from torchgpipe.devices.torch_internals import default_store, timeout_of
 from torchgpipe.processes.messages import Messages
 from torchgpipe.processes.stand_in import StandIn, form_of
@@ -74,6 +76,8 @@ class Processes:
         self._part, self._phase, self._timeout = part, "", timeout
         #: The error after which the connections were closed.
         self._closed = ""
+        #: What has kept others from coming to a meeting, until the block ends in which it was.
+        self._lost_others = ""
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.messages = Messages(self._group)
         self.owners: Sequence[int] = []
@@ -207,7 +211,7 @@ class Processes:
         return values
 
     def meet(self, where: str, fault: BaseException | None = None) -> None:
-        """Wait until all processes come to the same place, in what all of them do alike.
+        """Wait until all processes come to the same place, in what all of them do alike; see `all_together`.
 
         Args:
             where: names the place
@@ -216,20 +220,28 @@ class Processes:
         Raises:
             OthersFail: others have failed on their way, or have come to another place.
         """
+        if self._lost_others:  # The model has caught the error that says so.
+            raise OthersFail(self._lost_others)
         own = where if fault is None else f"{type(fault).__name__}: {fault}"[:500]
         told = self.gather((fault is None, own), where)
         for rank, (is_fine, word) in enumerate(told) if fault is None else ():
             if not is_fine:
-                raise OthersFail(f"{self.place}: rank {self._ranks([rank])} has failed before {where}: {word}")
+                self._lost_others = f"{self.place}: rank {self._ranks([rank])} has failed before {where}: {word}"
+                raise OthersFail(self._lost_others)
             if word != own:
-                raise OthersFail(
+                self._lost_others = (
                     f"{self.place} has come to {where}, and rank {self._ranks([rank])} to {word}: what the model runs "
                     "must be the same in all processes, so it may depend on no rank, time, or order of a set"
                 )
+                self._close(RuntimeError(self._lost_others))  # They may be in different blocks.
+                raise OthersFail(self._lost_others)
 
     @contextmanager
     def all_together(self, what: str) -> Iterator[None]:
         """Surround what all processes do alike: if it fails in one of them, it fails in all.
+
+        Within, all meet before each exchange. Whoever fails meets the others at their next meeting, which ends the
+        block in all of them.
 
         Args:
             what: names the end of it
@@ -239,16 +251,25 @@ class Processes:
         """
         try:
             yield
-        except OthersFail as error:
-            raise RuntimeError(str(error)) from error
         except Exception as fault:
-            with suppress(RuntimeError):  # The connections may be what has failed.
-                self.meet(what, fault)
+            if not self._lost_others:
+                with suppress(RuntimeError):  # The connections may be what has failed.
+                    self.meet(what, fault)
+            if ran_out_of_memory(fault):
+                self.fail(fault)  # This process does not go on from that, and the others might.
+            self._tell_lost()
             raise
-        try:
+        except BaseException as error:
+            self.fail(error)
+            raise
+        with suppress(OthersFail):
             self.meet(what)
-        except OthersFail as error:
-            raise RuntimeError(str(error)) from error
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        lost, self._lost_others = self._lost_others, ""
+        if lost:
+            raise RuntimeError(lost)
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
         """Give ``tensor`` the values that it has in ``source``."""
@@ -260,17 +281,17 @@ class Processes:
 
     def tell_all(self, value: Any, source: int, what: str) -> Any:
         """Return what ``source`` tells, which can be pickled, when all have come there; see `meet`."""
+        told = [pickle.dumps(value) if self.rank == source else b""]  # Before all meet, as it may fail.
         self.meet(what)
-        told = [value]
         with self.exchanging(what, [source]):
             dist.broadcast_object_list(told, group=self._group, group_src=source)
-        return told[0]
+        return value if self.rank == source else pickle.loads(told[0])
 
     def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
         """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere. See `meet`."""
-        self.meet(what)
         form = form_of(tensor)
         own = tensor.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        self.meet(f"{what} of shape {form.shape} that rank {source} has")
         self.broadcast(own, source, what)
         return own
 
@@ -361,8 +382,8 @@ class Processes:
     def _verify_open(self) -> None:
         if self._closed:
             raise RuntimeError(
-                f"{self.place}: an earlier step has failed, and its tensors are lost on their way; start all processes "
-                f"again from the last checkpoint. It was {self._closed}"
+                f"{self.place} has closed its connections: {self._closed}. What was on its way is lost; start all "
+                "processes again from the last checkpoint"
             )
 
     @contextmanager

@@ -53,10 +53,12 @@ class StandIn(Tensor):
 
     Attributes:
         form, home: see above
+        kept: the values that this process has received, if a checkpoint runs again with them
     """
 
     form: Form
     home: int
+    kept: Tensor | None = None
 
     @staticmethod
     def __new__(cls, form: Form, home: int, requires_grad: bool = False) -> StandIn:

@@ -232,7 +232,7 @@ class Proof(ABC):
             norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             self._draws |= bool(generators_in(self._module.modules()))
-            couples = self._draws or self.agreed(bool(apart.buffers or norms), any)
+            couples = self.agreed(self._draws or bool(apart.buffers or norms), any)
             evaluated = None if training else apart.outputs
             if len(self._sizes) > 1 and self.is_equal():
                 if self._has_rows and not (training and couples):
@@ -291,7 +291,8 @@ class Proof(ABC):
                 raise PlainFails(self.explain_failure(error)) from error
             self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
-        if self._has_rows and (couples or not all(map(self._are_equal, run.outputs, apart.outputs))):
+        does_the_same = self.agreed(all(map(self._are_equal, run.outputs, apart.outputs)))
+        if self._has_rows and (couples or not does_the_same):
             self._compare_rows(False)
         return run.outputs
 
