@@ -123,15 +123,15 @@ class JointRun(InOnePiece):
         call = _Call(processes, owner, door.name, lambda roots: self.note(roots))
         with self._switched_off(), unobserved():
             with saved_tensors_hooks(_itself, _itself):  # Else a checkpoint around it would run again in one process.
-                told = (call.run if owner == processes.rank else call.hear)(door, args, kwargs, given, device)
-            made = mapped((told.output, told.added, told.seen), call.filled, objects=True)
+                outcome = (call.run if owner == processes.rank else call.hear)(door, args, kwargs, given, device)
+            made = mapped((outcome.output, outcome.added, outcome.seen), call.filled, objects=True)
             # Others have the values of a buffer of the owner's from now on.
             made = mapped(made, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor, objects=True)
             inputs = [tensor for tensor in given.values() if tensor.requires_grad]
-            output, added, seen, changed = call.in_graph((*made, [*told.changed.values()]), inputs, given)
-            put_in_place((args, kwargs), dict(zip(map(id, told.added), added)))
-            self._seen.update({id(one): (one, other) for one, other in zip(told.seen, seen)})
-            for key, tensor in zip(told.changed, changed):
+            output, added, seen, changed = call.in_graph((*made, [*outcome.changed.values()]), inputs, given)
+            put_in_place((args, kwargs), dict(zip(map(id, outcome.added), added)))
+            self._seen.update({id(one): (one, other) for one, other in zip(outcome.seen, seen)})
+            for key, tensor in zip(outcome.changed, changed):
                 given[key].copy_(tensor)
             exchanged.hand_over()
             return output
@@ -149,7 +149,7 @@ def _added(args: Any, kwargs: Any, given: Mapping[int, Tensor]) -> list[Tensor]:
     return [tensor for key, tensor in found.items() if key not in given]
 
 
-class _Told(NamedTuple):
+class _Outcome(NamedTuple):
     """What a call of a module has given, with stand-ins or values.
 
     Attributes:
@@ -193,7 +193,7 @@ class _Call:
         self._values = {id(clone): given[key] for key, clone in clones.items()}
         return clones
 
-    def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Told:
+    def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Outcome:
         """Run the module, and tell the others."""
 
         def begin(tensor: Tensor) -> Tensor:
@@ -227,9 +227,9 @@ class _Call:
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
         forms = abstracted((told[0], told[2:]), [*given.values()])
         self._told((values, forms, calls.names, changes, drawn, drawn_in_python))
-        return _Told(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
+        return _Outcome(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
 
-    def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Told:
+    def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Outcome:
         """Do what `run` does with stand-ins, as far as they go, and with the forms and values that the owner tells.
 
         Raises:
@@ -276,7 +276,7 @@ class _Call:
             id(tensors[k]): value.to(tensors[k].device).requires_grad_(requires_grad)
             for k, value, requires_grad in changes
         }
-        return _Told(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
+        return _Outcome(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""
