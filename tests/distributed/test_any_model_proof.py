@@ -106,30 +106,31 @@ class Ill(torch.autograd.Function):
         raise ValueError("this backward is ill")
 
 
-def strayed(kind: str) -> str:
-    torch.manual_seed(0)
+def strayed() -> list[str]:
+    """Return what processes say that stray in different ways."""
     mesh = dist.init_device_mesh("cpu", (2,))
     how: dict[str, Any] = {"chunks": 4, "mesh": mesh, "balance": [2, 2]}
-    if kind == "raises in backward":  # Which a model may do that only evaluates.
-        with pytest.warns(UserWarning, match="not compared: gradients, because the plain model cannot be differ"):
+    said = []
+    for kind in ("raises", "raises later", "reorders"):
+        torch.manual_seed(0)
+        with pytest.raises((RuntimeError, ValueError)) as info:
             torchgpipe.pipelined(Stray(kind), torch.randn(2, 4), **how)
-        return "goes on"
-    with pytest.raises((RuntimeError, ValueError)) as info:
-        torchgpipe.pipelined(Stray(kind), torch.randn(2, 4), **how)
-    return str(info.value)
+        said.append(str(info.value))
+    torch.manual_seed(0)
+    # Which a model may do that only evaluates.
+    with pytest.warns(UserWarning, match="not compared: gradients, because the plain model cannot be differ"):
+        torchgpipe.pipelined(Stray("raises in backward"), torch.randn(2, 4), **how)
+    return said
 
 
 def test_a_process_that_strays_from_the_proof_is_found_at_once() -> None:
-    one, other = launch(2, strayed, "raises")
-    assert "rank 1 has failed before the partitions: ValueError: this process is ill" in one
-    assert other == "this process is ill"
-    one, other = launch(2, strayed, "raises later")
-    assert "rank 1 has failed before the module 'blocks.0': ValueError: this process is ill" in one
-    assert "(ValueError: this process is ill)" in other
-    one, other = launch(2, strayed, "reorders")
-    assert "has come to the module 'blocks.0', and rank 1 to the module 'blocks.3'" in one
-    assert "has come to the module 'blocks.3', and rank 0 to the module 'blocks.0'" in other
-    assert launch(2, strayed, "raises in backward") == ["goes on", "goes on"]
+    one, other = launch(2, strayed)
+    assert "rank 1 has failed before the partitions: ValueError: this process is ill" in one[0]
+    assert other[0] == "this process is ill"
+    assert "rank 1 has failed before the module 'blocks.0': ValueError: this process is ill" in one[1]
+    assert "(ValueError: this process is ill)" in other[1]
+    assert "has come to the module 'blocks.0', and rank 1 to the module 'blocks.3'" in one[2]
+    assert "has come to the module 'blocks.3', and rank 0 to the module 'blocks.0'" in other[2]
 
 
 class Tied(nn.Module):
@@ -149,28 +150,29 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def seeded(differ: str) -> Any:
+def seeded() -> list[Any]:
     """Train in processes whose models, samples or mini-batches were made under seeds of their own."""
-    rank = dist.get_rank()
-    torch.manual_seed(rank if differ == "models" else 0)
-    model: Any = Tied()
-    torch.manual_seed(rank if differ == "samples" else 0)
-    sample = torch.randint(8, (4, 3))
-    mesh = dist.init_device_mesh("cpu", (2,))
+    rank, mesh = dist.get_rank(), dist.init_device_mesh("cpu", (2,))
     how: dict[str, Any] = {"chunks": 2, "mesh": mesh, "loss_fn": lambda output, _: output.square().mean()}
-    try:
-        torchgpipe.pipelined(model, sample, verify=False, **how)
-        torch.manual_seed(rank if differ == "mini-batches" else 0)
-        model.step(torch.randint(8, (4, 3)))
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return model.table.weight.tolist()
+    results: list[Any] = []
+    for differ in ("models", "samples", "mini-batches"):
+        torch.manual_seed(rank if differ == "models" else 0)
+        model: Any = Tied()
+        torch.manual_seed(rank if differ == "samples" else 0)
+        sample = torch.randint(8, (4, 3))
+        try:
+            torchgpipe.pipelined(model, sample, verify=False, **how)
+            torch.manual_seed(rank if differ == "mini-batches" else 0)
+            model.step(torch.randint(8, (4, 3)))
+            results.append(model.table.weight.tolist())
+        except (ValueError, RuntimeError) as error:
+            results.append(str(error))
+    return results
 
 
 def test_seeds_that_differ_between_processes() -> None:
-    one, other = launch(2, seeded, "models")
-    assert one == other
-    for text in launch(2, seeded, "samples"):
-        assert "has another sample than this process" in text
-    for text in launch(2, seeded, "mini-batches"):
-        assert "prepares another step: it has other values in its arguments: seed what shuffles" in text
+    one, other = launch(2, seeded)
+    assert one[0] == other[0]
+    for texts in (one, other):
+        assert "has another sample than this process" in texts[1]
+        assert "prepares another step: it has other values in its arguments: seed what shuffles" in texts[2]

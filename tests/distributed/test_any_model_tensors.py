@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -184,38 +185,46 @@ def square(output: Tensor, _: None) -> Tensor:
     return output.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("kind", "partitions", "schedule", "verify"),
-    [
-        (Returned, 2, "1F1B", False),
-        (Returned, 2, "1F1B", True),
-        (ReadByGlue, 2, "1F1B", True),
-        (AskedWhere, 3, "1F1B", True),
-        (Padded, 2, "1F1B", False),
-        (Cached, 3, "1F1B", False),
-        (Collecting, 3, "1F1B", True),
-        (Checkpointed, 3, "1F1B", True),
-        (InPlace, 2, "1F1B", True),
-        (Skipping, 4, "Interleaved1F1B", False),
-        (Skipping, 4, "GPipe", False),
-        (Skipping, 2, "1F1B", False),
-    ],
-)
-def test_gradients_are_those_of_the_plain_model(
-    kind: type[nn.Module], partitions: int, schedule: str, verify: bool
-) -> None:
-    model, x = made(kind)
-    losses = [square(model(rows), None) / 6 for rows in x.split(2)]
-    for _ in range(3):
-        for loss in losses:
-            loss.backward(retain_graph=True)
-    seen = set()
-    for said, grads in launch(3 if partitions == 3 else 2, train, kind, partitions, schedule, verify):
-        assert said == pytest.approx([sum(losses).item()] * 3, rel=1e-12)  # type: ignore[union-attr]
-        for name, grad in grads.items():
-            seen.add(name)
-            torch.testing.assert_close(torch.from_numpy(grad), model.get_parameter(name).grad, rtol=1e-10, atol=1e-14)
-    assert seen == {name for name, one in model.named_parameters() if one.grad is not None}
+def train_all(cases: Sequence[tuple[type[nn.Module], int, str, bool]]) -> list[Any]:
+    return [train(*case) for case in cases]
+
+
+_OF_TWO = [
+    (Returned, 2, "1F1B", False),
+    (Returned, 2, "1F1B", True),
+    (ReadByGlue, 2, "1F1B", True),
+    (Padded, 2, "1F1B", False),
+    (InPlace, 2, "1F1B", True),
+    (Skipping, 4, "Interleaved1F1B", False),
+    (Skipping, 4, "GPipe", False),
+    (Skipping, 2, "1F1B", False),
+]
+_OF_THREE = [
+    (AskedWhere, 3, "1F1B", True),
+    (Cached, 3, "1F1B", False),
+    (Collecting, 3, "1F1B", True),
+    (Checkpointed, 3, "1F1B", True),
+]
+
+
+@pytest.mark.parametrize(("n", "cases"), [(2, _OF_TWO), (3, _OF_THREE)])
+def test_gradients_are_those_of_the_plain_model(n: int, cases: Any) -> None:
+    for case, results in zip(cases, zip(*launch(n, train_all, cases))):
+        model, x = made(case[0])
+        losses = [square(model(rows), None) / 6 for rows in x.split(2)]
+        for _ in range(3):
+            for loss in losses:
+                loss.backward(retain_graph=True)
+        seen = set()
+        for said, grads in results:
+            assert said == pytest.approx([sum(losses).item()] * 3, rel=1e-12), case  # type: ignore[union-attr]
+            for name, grad in grads.items():
+                seen.add(name)
+                expected = model.get_parameter(name).grad
+                torch.testing.assert_close(
+                    torch.from_numpy(grad), expected, rtol=1e-10, atol=1e-14, msg=f"{name} of {case}"
+                )
+        assert seen == {name for name, one in model.named_parameters() if one.grad is not None}
 
 
 class Doubled(torch.autograd.Function):
