@@ -107,6 +107,7 @@ def test_gradients_of_a_pipelined_model_are_ready_for_nodes_of_other_streams() -
 # Ctrl-C while threads of the autograd engine work, and the caller waits for them.
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("devices", [["late:0", "late:1"], ["late:0", "late:0"]], ids=str)
 def test_an_interrupt_of_a_recomputation_reaches_the_caller(devices: list[str]) -> None:
     """The waiting thread ran the callback of a weak reference first, where an exception is ignored."""
