@@ -1,5 +1,6 @@
 """Train a Llama of transformers over several processes, kill one of them, and go on from the last checkpoint.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or the second run finds the addresses of ended processes
     torchrun --nproc-per-node 2 --max-restarts 1 examples/processes.py
 
 takes less than a minute on two CPU cores. Every process runs this script and makes the same calls; each keeps the
