@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import forward_hooks, show_call
 
-__all__ = ["HookedCalls"]
+__all__ = ["HookedCalls", "show_calls"]
 
 
 class HookedCalls:
@@ -49,6 +49,13 @@ class HookedCalls:
 
     def show_rest(self, names: Sequence[str], seen: Sequence[Any]) -> None:
         """Show the hooks the calls that were not noted here; these are all, as another process has noted them."""
-        for name, (args, output) in [*zip(names, seen, strict=True)][len(self.names) :]:
-            self._note(name, self._module, args, output)
-            show_call(self._module.get_submodule(name), args, output)
+        rest = slice(len(self.names), None)
+        self.names += names[rest]
+        self.seen += seen[rest]
+        show_calls(self._module, names[rest], seen[rest])
+
+
+def show_calls(module: nn.Module, names: Sequence[str], seen: Sequence[Any]) -> None:
+    """Show calls of modules inside to the hooks there, as another process has noted them; see `HookedCalls`."""
+    for name, (args, output) in zip(names, seen, strict=True):
+        show_call(module.get_submodule(name), args, output)

@@ -20,13 +20,12 @@ from torchgpipe.devices.torch_internals import (
     forgiving,
     no_hook,
     plain_call,
-    show_call,
     versions,
     with_forward_hooks,
 )
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.frames.door import Door
-from torchgpipe.frames.hooked import HookedCalls
+from torchgpipe.frames.hooked import HookedCalls, show_calls
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.messages import shift_of
@@ -187,8 +186,7 @@ class RemoteDoors:
             return output, [one for _, one in each((args, kwargs), objects=True) if id(one) not in known]
         output, seen = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
-        for name, (args, value) in zip(effect.hooked, seen):
-            show_call(door.module.get_submodule(name), args, value)
+        show_calls(door.module, effect.hooked, seen)
         return output, []
 
     def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:

@@ -83,21 +83,21 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        of_modes = self._checksum((modes, trained))
+        of_modes, of_weights = self._checksum(modes), self._checksum(trained)
         shapes = described([*map(tuple, parts)], [])
         checksums = {
             "another schedule, chunks or grad mode": self._checksum((kind, *batch.sizes, torch.is_grad_enabled())),
             "arguments of other shapes or dtypes, or other numbers": self._checksum(shapes),
             "other values in its arguments: seed what shuffles and draws them alike": checksum_of_values(parts),
-            "other modules, or other ones in train() or eval()": self._checksum(modes),
+            "other modules, or other ones in train() or eval()": of_modes,
             "parameters of another dtype, or frozen: freeze by requires_grad_() of a module, as model.parameters() are "
-            "those of one process": self._checksum(trained),
+            "those of one process": of_weights,
             "layers that draw random numbers, or none": self._checksum(numbers.follows),
         }
         checksum = zlib.crc32(repr([*checksums.values()]).encode())
         (seed, *_), _ = self.processes.agree(checksum, numbers.seed, 1.0, parts=checksums)
         numbers.begin_with(seed)
-        self.doors.use(of_modes)
+        self.doors.use(self._checksum((of_modes, of_weights)))
 
     def _checksum(self, key: Any) -> int:
         if key not in self._checksums:

@@ -193,8 +193,9 @@ class Processes:
         Raises:
             ValueError: another process has another key.
         """
-        self.meet("the comparison of what all are given")
-        others = [rank for rank, other in enumerate(self.gather(key, what)) if other != key]
+        where = "the comparison of what all are given"
+        self.meet(where)
+        others = [rank for rank, other in enumerate(self.gather(key, where)) if other != key]
         if others:
             raise ValueError(f"{self.place}: rank {self._ranks(others)} has {what}")
 

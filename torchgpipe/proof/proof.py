@@ -291,8 +291,8 @@ class Proof(ABC):
                 raise PlainFails(self.explain_failure(error)) from error
             self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
-        does_the_same = self.agreed(all(map(self._are_equal, run.outputs, apart.outputs)))
-        if self._has_rows and (couples or not does_the_same):
+        # All processes know of what couples, so they come to the comparison together.
+        if self._has_rows and (couples or not self.agreed(all(map(self._are_equal, run.outputs, apart.outputs)))):
             self._compare_rows(False)
         return run.outputs
 
