@@ -227,20 +227,24 @@ class Frame(TorchFunctionMode):
             if door.column != imports.column:
                 with self._evicted(door.column, (args, kwargs)):
                     self.go_to(door.column, door.name)
-            exchanged: Exchanged | None = None
-            if imports.begin_here:
-                exchanged = self._exchanged(args, kwargs)
-                args, kwargs = exchanged.args, exchanged.kwargs
-                for value in (*args, *kwargs.values()):
-                    if is_cache(value):
-                        _import_layers(value, door.layers, imports.import_tensor)
-            output = self._call(door, args, kwargs)
-            if exchanged is not None:
-                exchanged.hand_over()
-            if self._columns.copies:
-                for _, tensor in each(output):
-                    imports.mark_made(tensor)
-            return output
+            return self._visit_here(door, args, kwargs)
+
+    def _visit_here(self, door: Door, args: Any, kwargs: Any) -> Any:
+        """Import the arguments into the present column, and call the module."""
+        imports, exchanged = self.imports, None
+        if imports.begin_here:
+            exchanged = self._exchanged(args, kwargs)
+            args, kwargs = exchanged.args, exchanged.kwargs
+            for value in (*args, *kwargs.values()):
+                if is_cache(value):
+                    _import_layers(value, door.layers, imports.import_tensor)
+        output = self._call(door, args, kwargs)
+        if exchanged is not None:
+            exchanged.hand_over()
+        if self._columns.copies:
+            for _, tensor in each(output):
+                imports.mark_made(tensor)
+        return output
 
     def _exchanged(self, args: Any, kwargs: Any) -> Exchanged:
         return Exchanged(args, kwargs, self.imports.import_tensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,8 @@ class RemoteDoors:
         self._strides: dict[Any, tuple[tuple[int, ...], int]] = {}
         #: What modules of other processes do; None if that is to be seen again each time.
         self._known: dict[Any, _Effect | None] = {}
+        #: Of those that only return something, what that is.
+        self._returned: dict[Any, Abstract] = {}
         #: Of modules of this process, what others may have been told.
         self._published: dict[Any, _Effect] = {}
 
@@ -163,13 +165,40 @@ class RemoteDoors:
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
+    def pass_by(
+        self, door: Door, args: Any, kwargs: Any, column: int, import_tensor: Callable[[Tensor], Tensor]
+    ) -> tuple[Any] | None:
+        """Return stand-ins for what a module returns that is known to do nothing else; None for any other.
+
+        Every process passes by most modules of a model, so this walks through the arguments once.
+
+        Args:
+            door: the door
+            args, kwargs: the arguments, not imported yet
+            column: the column of the module
+            import_tensor: imports an argument into that column
+        """
+        key, given = self._note(door, args, kwargs)
+        returned = self._returned.get(key)
+        if returned is None:
+            return None
+        imported = [*map(import_tensor, given)]
+        if [tensor.requires_grad for tensor in imported] != [tensor.requires_grad for tensor in given]:
+            return None  # A tensor that all processes have was changed in place by a column that trains.
+        made: tuple[Any, Any] = returned.made(imported, column, self._settings.devices[column])
+        return made[:1]
+
     def call(self, door: Door, args: Any, kwargs: Any, column: int) -> tuple[Any, list[Tensor]]:
         """Return stand-ins for what a module of another process returns, and what it puts into its arguments."""
         key, given = self._note(door, args, kwargs)
         if key not in self._known:
             if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
                 self._known.clear()
-            self._known[key] = self._found(door, key, args, kwargs, given)
+                self._returned.clear()
+            effect = self._known[key] = self._found(door, key, args, kwargs, given)
+            # Others, as caches, are imported in another order, which is to be the same in all processes.
+            if effect is not None and not (effect.hooked or effect.changed) and abstracted((args, kwargs)).is_plain:
+                self._returned[key] = effect.forms
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
             failed: list[Any] = []

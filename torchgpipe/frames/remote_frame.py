@@ -283,6 +283,14 @@ class RemoteFrame(Frame):
         # A cache stays: each process has what its modules have put there.
         return Exchanged(args, kwargs, self.imports.import_tensor, caches=False)
 
+    def _visit_here(self, door: Door, args: Any, kwargs: Any) -> Any:
+        imports = self.imports
+        if not self._columns.is_mine(imports.column):
+            made = imports.doors.pass_by(door, args, kwargs, imports.column, imports.import_tensor)
+            if made is not None:
+                return made[0]
+        return super()._visit_here(door, args, kwargs)
+
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
         if not self._columns.is_mine(column):
