@@ -1,18 +1,19 @@
 """The cost of a pipeline over several processes, beside one that is written by hand and beside the ideal.
 
-A GPT is trained four ways, in the same processes, in turn:
+A GPT is trained five ways, in the same processes, in turn:
 
 - `ours`: DistributedGPipe, which gives every process the loss;
 - `any`: the same model by `pipelined`, which takes any model, and runs all of its forward in each process;
 - `hand`: the stages and the 1F1B schedule of torch.distributed.pipelining with code written for this model, which
   leaves the losses of the micro-batches in the last process;
+- `ours` and `any` again with recomputation, of the same layers;
 - the ideal: each stage's layers alone, without a pipeline. With t the time of a micro-batch on a stage, forward and
   backward, a step takes what 1F1B takes on paper.
 
 The cost model of docs/scaling.rst is checked against them: to the ideal it adds what is sent, from the latency and the
 bandwidth that are measured between the processes. Both are computed from a result, and are not in it.
 
-    python -m benchmarks.distributed                          # -> results/distributed.json; four minutes
+    python -m benchmarks.distributed                          # -> results/distributed.json; six minutes
     python -m benchmarks.distributed --processes 1 2 4 8      # with as many cores, or GPUs
     python -m benchmarks.distributed --show
 """
@@ -95,10 +96,15 @@ class Bench:
         begin = sum(self.balance[: self.rank])
         return nn.Sequential(*list(self.layers)[begin : begin + self.balance[self.rank]]).to(self.device)
 
-    def ours(self, m: int, mesh: Any = None) -> Callable[[], Any]:
-        balance = self.balance if mesh is None else [len(self.layers)]
+    def ours(self, m: int, mesh: Any = None, *, recomputes: bool = False) -> Callable[[], Any]:
         model = DistributedGPipe(
-            self.layers, balance, chunks=m, checkpoint="never", loss_fn=cross_entropy, mesh=mesh, device=self.device
+            self.layers,
+            self.balance if mesh is None else [len(self.layers)],
+            chunks=m,
+            checkpoint="always" if recomputes else "never",
+            loss_fn=cross_entropy,
+            mesh=mesh,
+            device=self.device,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         input, target = self.batch(m)
@@ -110,7 +116,7 @@ class Bench:
 
         return step
 
-    def any_model(self, m: int) -> Callable[[], Any]:
+    def any_model(self, m: int, *, recomputes: bool = False) -> Callable[[], Any]:
         model: Any = copy.deepcopy(self.layers)
         input, target = self.batch(m)
         names = [name for name, _ in model.named_children()]
@@ -123,6 +129,8 @@ class Bench:
             mesh=init_device_mesh(self.device.type, (self.n,)),
             devices=[self.device],
             balance=balance,
+            # What DistributedGPipe recomputes: in the last partition, backward follows forward under 1F1B.
+            checkpoint=[name for name in names if recomputes and balance[name] < self.n - 1],
             loss_fn=cross_entropy,
             verify=False,
         )
@@ -236,6 +244,7 @@ class Bench:
     def row(self, m: int) -> dict[str, Any]:
         """Measure both ways with m micro-batches."""
         ours, any_model, hand = self.seconds(self.ours(m), self.any_model(m), self.hand(m))
+        again = self.seconds(self.ours(m, recomputes=True), self.any_model(m, recomputes=True))
         texts = self.shape.rows * m
         return {
             "chunks": m,
@@ -243,6 +252,7 @@ class Bench:
             "hand": spread(texts / x for x in hand),
             "ours_over_hand": ratios(ours, hand),
             "any_over_hand": ratios(any_model, hand),
+            "any_over_ours_recomputed": ratios(*reversed(again)),
             "measured_ms": statistics.median(ours) * 1000,
         }
 
@@ -308,7 +318,7 @@ def distributed(result: dict[str, Any]) -> str:
         "ours": lambda row: f"{row['ours']['median']:.1f}",
         "by hand": lambda row: f"{row['hand']['median']:.1f}",
         **{"ideal": "ideal:.1f", "ours / by hand": "ours_over_hand:2"},
-        **{"any model / by hand": "any_over_hand:2"},
+        **{"any model / by hand": "any_over_hand:2", "any / ours, recomputed": "any_over_ours_recomputed:2"},
         **{"step, ms": "measured_ms:.0f", "predicted, ms": "predicted_ms:.0f"},
     }
     return table_of(rows, columns)

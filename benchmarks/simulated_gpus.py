@@ -9,7 +9,7 @@ Two bounds of the machine stand beside the ideal. A sleep takes longer than it i
 so a single block, without any pipeline, is below the ideal, too. And with fewer cores than devices, processes compete
 for cores as threads do for the interpreter: the CPU time of a step, of all processes, says how much.
 
-    python -m benchmarks.simulated_gpus                     # two minutes
+    python -m benchmarks.simulated_gpus                     # four minutes
     python -m benchmarks.simulated_gpus --devices-of 8 --seconds-of 0.001
 """
 
@@ -148,7 +148,7 @@ PARTS = {"simulated_gpus": Part("simulated_gpus", measure, {"steps of blocks tha
 def main() -> None:
     program = Program("simulated_gpus", __doc__, PARTS)
     program.add("--devices-of", type=int, nargs="+", default=[2, 4, 8], help="how many devices")
-    program.add("--seconds-of", type=float, nargs="+", default=[0.001, 0.01], help="of the forward of a block")
+    program.add("--seconds-of", type=float, nargs="+", default=[0.001, 0.015], help="of the forward of a block")
     program.add("--micro-batches", type=int, default=32)
     program.add("--turns", type=int, default=9)
     program.run()

@@ -165,6 +165,26 @@ class InPlace(nn.Module):
         return x
 
 
+class Starting(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).tanh(), []
+
+
+class Growing(nn.Module):
+    """Once, all calls of a module of another process returned one list, to which the model adds what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Starting(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, states = block(x)
+            states.append(x)
+            x = x * len(states)
+        return x
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -195,6 +215,7 @@ _OF_TWO = [
     (ReadByGlue, 2, "1F1B", True),
     (Padded, 2, "1F1B", False),
     (InPlace, 2, "1F1B", True),
+    (Growing, 2, "1F1B", True),
     (Skipping, 4, "Interleaved1F1B", False),
     (Skipping, 4, "GPipe", False),
     (Skipping, 2, "1F1B", False),

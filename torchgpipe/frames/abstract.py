@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.model.values import container, each, is_cache, mapped, walk
+from torchgpipe.model.values import container, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
 
 __all__ = ["Abstract", "abstracted", "described", "leaves_of", "values_told", "without_devices"]
@@ -54,8 +54,10 @@ class Abstract(NamedTuple):
             else:
                 made.append(made[number] if number < k else StandIn(_here(form, device), column, requires_grad))
         tensors = iter(made)
-        value = self.value
-        return next(tensors) if isinstance(value, Tensor) else mapped(value, lambda _: next(tensors), objects=True)
+        if isinstance(self.value, Tensor):
+            return next(tensors)
+        # The model may add to a list that it gets, also to an empty one.
+        return mapped(copied(self.value), lambda _: next(tensors), objects=True)
 
 
 def _here(form: Form, device: torch.device) -> Form:
@@ -68,7 +70,9 @@ def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     tensors = [tensor for _, tensor in each(value, objects=True)]
     leaves, known = leaves_of(tensors, arguments), set(map(id, tensors))
     # What is within caches is of no use elsewhere.
-    empty = mapped(value, lambda tensor: torch.empty(0) if id(tensor) in known else None, caches=True, objects=True)
+    empty = mapped(
+        copied(value), lambda tensor: torch.empty(0) if id(tensor) in known else None, caches=True, objects=True
+    )
     is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
     return Abstract(empty, leaves, is_plain)
 

@@ -185,8 +185,7 @@ class RemoteDoors:
         imported = [*map(import_tensor, given)]
         if [tensor.requires_grad for tensor in imported] != [tensor.requires_grad for tensor in given]:
             return None  # A tensor that all processes have was changed in place by a column that trains.
-        made: tuple[Any, Any] = returned.made(imported, column, self._settings.devices[column])
-        return made[:1]
+        return (returned.made(imported, column, self._settings.devices[column]),)
 
     def call(self, door: Door, args: Any, kwargs: Any, column: int) -> tuple[Any, list[Tensor]]:
         """Return stand-ins for what a module of another process returns, and what it puts into its arguments."""
@@ -198,7 +197,7 @@ class RemoteDoors:
             effect = self._known[key] = self._found(door, key, args, kwargs, given)
             # Others, as caches, are imported in another order, which is to be the same in all processes.
             if effect is not None and not (effect.hooked or effect.changed) and abstracted((args, kwargs)).is_plain:
-                self._returned[key] = effect.forms
+                self._returned[key] = effect.forms._replace(value=effect.forms.value[0])
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
             failed: list[Any] = []
