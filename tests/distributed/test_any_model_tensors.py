@@ -185,6 +185,32 @@ class Growing(nn.Module):
         return x
 
 
+class Keeping(nn.Linear):
+    def __init__(self, width: int, others: int) -> None:
+        super().__init__(width, others)
+        self.length, self.auxiliary = 1, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        self.length, self.auxiliary = x.shape[-1], y.square().mean(-1, keepdim=True)
+        return y
+
+
+class ReadsAttributes(nn.Module):
+    """Once, in other processes, the length was what it had been before the proof; the auxiliary losses were refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Keeping(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for block in self.blocks:
+            x = x + block.auxiliary * block.length
+        return x
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -216,6 +242,7 @@ _OF_TWO = [
     (Padded, 2, "1F1B", False),
     (InPlace, 2, "1F1B", True),
     (Growing, 2, "1F1B", True),
+    (ReadsAttributes, 2, "1F1B", True),
     (Skipping, 4, "Interleaved1F1B", False),
     (Skipping, 4, "GPipe", False),
     (Skipping, 2, "1F1B", False),

@@ -20,6 +20,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.hooked import HookedCalls
+from torchgpipe.frames.kept import KeptAttributes
 from torchgpipe.frames.remote_doors import run_on_stand_ins
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
@@ -57,7 +58,8 @@ class JointRun(InOnePiece):
         self._together, self._aliases, self._users = together, aliases, together.users
         self._processes = together.processes
         self._buffers = together.buffers
-        #: By their ids, what hooks inside of modules have seen in this process, with what it is in the graph of all.
+        #: By their ids, what modules have kept and hooks inside have seen in this process, with what that is in the
+        #: graph of all.
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         #: What stands for parameters that another process takes the gradients of.
         self.dummies: dict[Tensor, Tensor] = {}
@@ -94,8 +96,9 @@ class JointRun(InOnePiece):
         if users is None:
             if isinstance(tensor, StandIn):
                 raise NoValues(
-                    f"a hook has kept something of shape {tuple(tensor.shape)} that it has computed inside of a module "
-                    "of another process; let the hook keep what the module takes or returns"
+                    f"a hook or a module has kept something of shape {tuple(tensor.shape)} that was computed inside of "
+                    "a module of another process; let a hook keep what the module takes or returns, and the module "
+                    "return what the model needs"
                 )
             return tensor
         first = min(users)
@@ -155,7 +158,7 @@ class _Outcome(NamedTuple):
     Attributes:
         output: what the module has returned
         added: what it has put into its arguments
-        seen: what hooks inside have seen
+        seen: what attributes have kept, and what hooks inside have seen
         changed: the arguments that it has changed in place, as they are now, by the ids of those given
     """
 
@@ -205,7 +208,7 @@ class _Call:
         exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
         before = versions([*clones.values()])
         begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
-        calls = HookedCalls(door.module)
+        calls, kept = HookedCalls(door.module), KeptAttributes(door.module)
         try:
             output = door.call_module(exchanged.args, exchanged.kwargs)
         finally:
@@ -214,7 +217,8 @@ class _Call:
         now = versions([*clones.values()])
         changed = {key: clone for (key, clone), a, b in zip(clones.items(), before, now) if a != b}
         added = _added(args, kwargs, given)
-        told = mapped((output, added, *calls.seen), self.filled, objects=True)
+        attributes = [*kept.tensors().values()]
+        told = mapped((output, added, attributes, *calls.seen), self.filled, objects=True)
         values = [
             [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(part, objects=True)]
             for part in told
@@ -225,9 +229,10 @@ class _Call:
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
         drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
-        forms = abstracted((told[0], told[2:]), [*given.values()])
+        forms = abstracted((told[0], told[3:]), [*given.values()])
         self._told((values, forms, calls.names, changes, drawn, drawn_in_python))
-        return _Outcome(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
+        seen = [tensor for _, tensor in each((attributes, calls.seen), objects=True)]
+        return _Outcome(output, added, seen, changed)
 
     def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Outcome:
         """Do what `run` does with stand-ins, as far as they go, and with the forms and values that the owner tells.
@@ -241,7 +246,7 @@ class _Call:
         output_there, seen_there = forms.made(tensors, door.column, device)
         clones = self._clones(given, lambda tensor: tensor)
         exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
-        calls, failed = HookedCalls(door.module, names), list[Any]()
+        calls, failed, kept = HookedCalls(door.module, names), list[Any](), KeptAttributes(door.module)
         try:
             with with_forward_hooks(door.module, lambda hook: forgiving(hook, failed)):
                 # Which does to containers what the module does.
@@ -266,7 +271,8 @@ class _Call:
                 "cannot know what these are; let it return them, or give a balance that keeps it in one process with "
                 "all modules that take them"
             )
-        for part, told in zip((output, added, *calls.seen), values):
+        attributes = [*kept.tensors().values()]
+        for part, told in zip((output, added, attributes, *calls.seen), values):
             stand_ins = [tensor for _, tensor in each(part, objects=True)]
             # Else a hook has seen what is not there, as an empty tensor again.
             for stand_in, value in zip(stand_ins, told) if len(stand_ins) == len(told) else ():
@@ -276,7 +282,8 @@ class _Call:
             id(tensors[k]): value.to(tensors[k].device).requires_grad_(requires_grad)
             for k, value, requires_grad in changes
         }
-        return _Outcome(output, added, [tensor for _, tensor in each(calls.seen, objects=True)], changed)
+        seen = [tensor for _, tensor in each((attributes, calls.seen), objects=True)]
+        return _Outcome(output, added, seen, changed)
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""

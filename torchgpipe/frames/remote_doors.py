@@ -26,6 +26,7 @@ from torchgpipe.devices.torch_internals import (
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.hooked import HookedCalls, show_calls
+from torchgpipe.frames.kept import KeptAttributes
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.messages import shift_of
@@ -53,13 +54,20 @@ class _Effect(NamedTuple):
     changed: list[int]
 
 
+class _First(NamedTuple):
+    """What there was before the first call of its kind: the versions of the tensors it was given, and attributes."""
+
+    versions: list[int]
+    attributes: KeptAttributes
+
+
 class _Noted(NamedTuple):
-    """A call of a module of this process: its key, the tensors among its arguments, their versions, and its hooks."""
+    """A call of a module of this process: its key, the tensors among its arguments, and what its hooks see."""
 
     key: Any
     given: list[Tensor]
-    before: list[int]
     hooked: HookedCalls
+    first: _First | None
 
 
 class RemoteDoors:
@@ -83,8 +91,9 @@ class RemoteDoors:
         self._known: dict[Any, _Effect | None] = {}
         #: Of those that only return something, what that is.
         self._returned: dict[Any, Abstract] = {}
-        #: Of modules of this process, what others may have been told.
-        self._published: dict[Any, _Effect] = {}
+        #: Of modules of this process, what others may have been told, and which attributes were set to tensors: the
+        #: numbers of the modules inside, and the names.
+        self._published: dict[Any, tuple[_Effect, list[tuple[int, str]]]] = {}
 
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
@@ -131,11 +140,11 @@ class RemoteDoors:
     def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
         """Note a call of a module of this process."""
         key, given = self._note(door, args, kwargs)
-        before = [] if key in self._published else versions(given)
-        return _Noted(key, given, before, HookedCalls(door.module, None if self._has_hooks(door) else ()))
+        first = None if key in self._published else _First(versions(given), KeptAttributes(door.module))
+        return _Noted(key, given, HookedCalls(door.module, None if self._has_hooks(door) else ()), first)
 
-    def end(self, door: Door, noted: _Noted, output: Any, tensors: Sequence[Tensor]) -> None:
-        """Publish what a module has done, the first time.
+    def end(self, door: Door, noted: _Noted, output: Any, tensors: Sequence[Tensor]) -> list[Any]:
+        """Publish what a module has done, the first time, and return what it has left in attributes.
 
         Args:
             door: the door
@@ -144,24 +153,31 @@ class RemoteDoors:
             tensors: the tensors in that
 
         Raises:
-            RuntimeError: the module has returned other forms for the same arguments before.
+            RuntimeError: the module has returned other forms for the same arguments before, or a stand-in.
         """
-        key, given, before, hooked = noted
-        if key not in self._published:
-            changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
+        key, given, hooked, first = noted
+        if any([isinstance(tensor, StandIn) for tensor in tensors]):
+            raise RuntimeError(
+                f"'{door.name}' has computed with a tensor of another process that was no argument of it; pass it as "
+                "an argument: an attribute, a closure or a global is not sent"
+            )
+        if first is not None:
+            changed = [k for k, (a, b) in enumerate(zip(first.versions, versions(given))) if a != b]
             effect = _Effect(abstracted((output, hooked.seen), given), hooked.names, changed)
             if len(self._published) >= _MOST:
                 self._published.clear()
-            self._published[key] = effect
+            self._published[key] = effect, [*first.attributes.tensors()]
             self._processes.publish(_word_of(key), pickle.dumps(effect))
-            return
-        if leaves_of(tensors, given) != self._published[key].forms.leaves[: len(tensors)]:
+        effect, places = self._published[key]
+        if leaves_of(tensors, given) != effect.forms.leaves[: len(tensors)]:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(
                 f"'{door.name}' returns tensors of shapes {shapes}, and other shapes before, for arguments of the same "
                 "shapes: other processes cannot know them; let the shapes depend on those of the arguments alone, or "
                 "give a balance that keeps the module and all that use it in one process"
             )
+        children = [*door.module.modules()] if places else []
+        return [vars(children[k]).get(name) for k, name in places]
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
@@ -201,8 +217,10 @@ class RemoteDoors:
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
             failed: list[Any] = []
+            kept = KeptAttributes(door.module)
             with with_forward_hooks(door.module, lambda hook: forgiving(hook, failed)):
                 output, changed = run_on_stand_ins(door, args, kwargs, given)
+            kept.exchange(lambda tensor: _owned(tensor, column))
             if failed:  # What it would have returned, its process knows.
                 effect = self._known[key] = self._looked_up(door, key, "a hook inside reads values")
                 output, _ = effect.forms.made(given, column, self._settings.devices[column])
@@ -221,14 +239,16 @@ class RemoteDoors:
         """Return what a module does; None if it does more than can be told."""
         # In copies of containers, as a module that changes one runs again.
         args, kwargs = copied((args, kwargs))
-        held = _held((args, kwargs))
+        held, kept = _held((args, kwargs)), KeptAttributes(door.module)
         try:
             with with_forward_hooks(door.module, lambda _: no_hook):
                 output, changed = run_on_stand_ins(door, args, kwargs, given)
         except Exception as error:
             return self._looked_up(door, key, f"it does not run without values: {error}")
+        finally:
+            keeps = kept.put_back()
         forms = abstracted((output, []), given)
-        is_known = forms.is_plain and not self._has_hooks(door) and _held((args, kwargs)) == held
+        is_known = forms.is_plain and not (keeps or self._has_hooks(door)) and _held((args, kwargs)) == held
         return _Effect(forms, [], changed) if is_known else None
 
     def _looked_up(self, door: Door, key: Any, why: str) -> _Effect:

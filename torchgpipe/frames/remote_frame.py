@@ -303,10 +303,10 @@ class RemoteFrame(Frame):
         finally:
             call.hooked.remove()
         tensors = [tensor for _, tensor in each(output, objects=True)]
-        doors.end(door, call, output, tensors)
+        attributes = doors.end(door, call, output, tensors)
         given = set(map(id, call.given))
-        # Also what the module has put into a list or a dict that it was given, and what a hook may have kept.
-        made = each((output, args, kwargs, call.hooked.seen), objects=True)
+        # Also what the module has put into a list or a dict that it was given, and what a hook or an attribute keeps.
+        made = each((output, args, kwargs, call.hooked.seen, attributes), objects=True)
         own([one for _, one in made if id(one) not in given], column)
         return output
 
