@@ -188,16 +188,16 @@ class Growing(nn.Module):
 class Keeping(nn.Linear):
     def __init__(self, width: int, others: int) -> None:
         super().__init__(width, others)
-        self.length, self.auxiliary = 1, torch.zeros(())
+        self.shape, self.auxiliary = (1,), [torch.zeros(())]
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).tanh()
-        self.length, self.auxiliary = x.shape[-1], y.square().mean(-1, keepdim=True)
+        self.shape, self.auxiliary = (x.shape[-1],), [y.square().mean(-1, keepdim=True)]
         return y
 
 
 class ReadsAttributes(nn.Module):
-    """Once, in other processes, the length was what it had been before the proof; the auxiliary losses were refused."""
+    """Once, in other processes, the shape was what it had been before the proof; the auxiliary losses were refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class ReadsAttributes(nn.Module):
         for block in self.blocks:
             x = block(x)
         for block in self.blocks:
-            x = x + block.auxiliary * block.length
+            x = x + block.auxiliary[0] * block.shape[0]
         return x
 
 

@@ -217,7 +217,7 @@ class _Call:
         now = versions([*clones.values()])
         changed = {key: clone for (key, clone), a, b in zip(clones.items(), before, now) if a != b}
         added = _added(args, kwargs, given)
-        attributes = [*kept.tensors().values()]
+        attributes = kept.values()
         told = mapped((output, added, attributes, *calls.seen), self.filled, objects=True)
         values = [
             [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(part, objects=True)]
@@ -271,7 +271,7 @@ class _Call:
                 "cannot know what these are; let it return them, or give a balance that keeps it in one process with "
                 "all modules that take them"
             )
-        attributes = [*kept.tensors().values()]
+        attributes = kept.values()
         for part, told in zip((output, added, attributes, *calls.seen), values):
             stand_ins = [tensor for _, tensor in each(part, objects=True)]
             # Else a hook has seen what is not there, as an empty tensor again.

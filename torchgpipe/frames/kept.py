@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from torchgpipe.model.values import mapped
+
 __all__ = ["KeptAttributes"]
+
+#: What every module has is not for the model to read.
+_OF_EVERY_MODULE = {*vars(nn.Module())}
 
 _nothing: Any = object()
 
 
 class KeptAttributes:
-    """The numbers, words and tensors that a module and those inside have as attributes now, and what becomes of them.
+    """The tensors, numbers, words, lists and dicts that a module and those inside have as attributes.
 
     Args:
         module: the module
@@ -24,36 +30,68 @@ class KeptAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [vars(child) for child in module.modules()]
-        self._before = [*map(_values, self._places)]
+        #: What is there now, and the same with copies of lists and dicts, to which a module may add.
+        self._before = [{name: (value, _copied(value)) for name, value in _values(place)} for place in self._places]
 
-    def _set_since(self) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yield the number of the module, the name, and the value before and now, of each that was set since."""
-        for k, (place, before) in enumerate(zip(self._places, self._before)):
-            now = _values(place)
-            for name in sorted(before.keys() | now.keys()):
-                old, new = before.get(name, _nothing), now.get(name, _nothing)
-                if old is not new and (isinstance(old, Tensor) or isinstance(new, Tensor) or old != new):
-                    yield k, name, old, new
+    def set_since(self) -> list[tuple[int, str]]:
+        """Return which attributes were set or changed since: the number of the module, and the name."""
+        return [
+            (k, name)
+            for k, (place, before) in enumerate(zip(self._places, self._before))
+            for name in sorted({*before, *dict(_values(place))})
+            if not _is_same(before.get(name, (_nothing, _nothing))[1], place.get(name, _nothing))
+        ]
 
-    def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return the tensors that were set since, by the numbers of the modules and the names."""
-        return {(k, name): new for k, name, _, new in self._set_since() if isinstance(new, Tensor)}
+    def values(self) -> list[Any]:
+        """Return what was set since."""
+        return [self._places[k].get(name) for k, name in self.set_since()]
 
     def exchange(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Put ``change(tensor)`` in the place of each tensor that was set since."""
-        for (k, name), tensor in self.tensors().items():
-            self._places[k][name] = change(tensor)
+        """Put ``change(tensor)`` in the place of each tensor in what was set since."""
+        for k, name in self.set_since():
+            if name in self._places[k]:
+                self._places[k][name] = mapped(self._places[k][name], change)
 
     def put_back(self) -> bool:
-        """Put back what there was, and return whether anything else has been set since."""
-        since = [*self._set_since()]
-        for k, name, old, _ in since:
-            if old is _nothing:
-                del self._places[k][name]
-            else:
-                self._places[k][name] = old
+        """Put back what there was, and return whether anything was set since."""
+        since = self.set_since()
+        for k, name in since:
+            place, (value, copy) = self._places[k], self._before[k].get(name, (_nothing, None))
+            if value is _nothing:
+                del place[name]
+                continue
+            place[name] = value
+            if isinstance(value, list):
+                value[:] = copy
+            elif isinstance(value, dict):
+                value.clear()
+                value.update(copy)
         return bool(since)
 
 
-def _values(place: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in place.items() if isinstance(value, (int, float, str, type(None), Tensor))}
+def _values(place: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in place.items():
+        if isinstance(value, (Tensor, *_PLAIN, list, tuple, dict)) and name not in _OF_EVERY_MODULE:
+            yield name, value
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([_copied(item) for item in value])
+    return {key: _copied(item) for key, item in value.items()} if kind is dict else value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all([_is_same(one, other) for one, other in zip(a, b)])
+    if type(a) is dict:
+        return a.keys() == b.keys() and all([_is_same(a[key], b[key]) for key in a])
+    return isinstance(a, (*_PLAIN, torch.Size)) and bool(a == b)

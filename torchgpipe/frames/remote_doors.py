@@ -91,8 +91,8 @@ class RemoteDoors:
         self._known: dict[Any, _Effect | None] = {}
         #: Of those that only return something, what that is.
         self._returned: dict[Any, Abstract] = {}
-        #: Of modules of this process, what others may have been told, and which attributes were set to tensors: the
-        #: numbers of the modules inside, and the names.
+        #: Of modules of this process, what others may have been told, and which attributes were set: the numbers of the
+        #: modules inside, and the names.
         self._published: dict[Any, tuple[_Effect, list[tuple[int, str]]]] = {}
 
     def use(self, modes: int) -> None:
@@ -166,7 +166,7 @@ class RemoteDoors:
             effect = _Effect(abstracted((output, hooked.seen), given), hooked.names, changed)
             if len(self._published) >= _MOST:
                 self._published.clear()
-            self._published[key] = effect, [*first.attributes.tensors()]
+            self._published[key] = effect, first.attributes.set_since()
             self._processes.publish(_word_of(key), pickle.dumps(effect))
         effect, places = self._published[key]
         if leaves_of(tensors, given) != effect.forms.leaves[: len(tensors)]:
