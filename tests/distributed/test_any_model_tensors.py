@@ -196,12 +196,19 @@ class Keeping(nn.Linear):
         return y
 
 
+class KeepingByValue(Keeping):
+    """Does not run without values, so others know its attributes from its process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / max(1.0, x.sum().item() / 1000))
+
+
 class ReadsAttributes(nn.Module):
     """Once, in other processes, the shape was what it had been before the proof; the auxiliary losses were refused."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Keeping(4, 4) for _ in range(3)])
+        self.blocks = nn.ModuleList([kind(4, 4) for kind in (KeepingByValue, Keeping, Keeping, KeepingByValue)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -20,7 +20,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.hooked import HookedCalls
-from torchgpipe.frames.kept import KeptAttributes
+from torchgpipe.frames.kept import KeptAttributes, put_values, values_of
 from torchgpipe.frames.remote_doors import run_on_stand_ins
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
@@ -217,7 +217,8 @@ class _Call:
         now = versions([*clones.values()])
         changed = {key: clone for (key, clone), a, b in zip(clones.items(), before, now) if a != b}
         added = _added(args, kwargs, given)
-        attributes = kept.values()
+        places = kept.set_since()
+        attributes = values_of(door.module, places)
         told = mapped((output, added, attributes, *calls.seen), self.filled, objects=True)
         values = [
             [None if id(tensor) in given else tensor.detach().cpu() for _, tensor in each(part, objects=True)]
@@ -229,8 +230,8 @@ class _Call:
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
         drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
-        forms = abstracted((told[0], told[3:]), [*given.values()])
-        self._told((values, forms, calls.names, changes, drawn, drawn_in_python))
+        forms = abstracted((told[0], told[2], told[3:]), [*given.values()])
+        self._told((values, forms, calls.names, places, changes, drawn, drawn_in_python))
         seen = [tensor for _, tensor in each((attributes, calls.seen), objects=True)]
         return _Outcome(output, added, seen, changed)
 
@@ -241,18 +242,19 @@ class _Call:
             NoValues: the module puts tensors into its arguments, and does not run without values.
             OthersFail: the module has failed there.
         """
-        values, forms, names, changes, states, of_python = self._told(None)
+        values, forms, names, places, changes, states, of_python = self._told(None)
         tensors = [*given.values()]
-        output_there, seen_there = forms.made(tensors, door.column, device)
+        output_there, attributes_there, seen_there = forms.made(tensors, door.column, device)
         clones = self._clones(given, lambda tensor: tensor)
         exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
-        calls, failed, kept = HookedCalls(door.module, names), list[Any](), KeptAttributes(door.module)
+        calls, failed = HookedCalls(door.module, names), list[Any]()
         try:
             with with_forward_hooks(door.module, lambda hook: forgiving(hook, failed)):
                 # Which does to containers what the module does.
                 output, _ = run_on_stand_ins(door, exchanged.args, exchanged.kwargs)
         except Exception:
             output = output_there
+            put_values(door.module, places, attributes_there)
         finally:
             calls.remove()
         exchanged.hand_over()
@@ -271,7 +273,7 @@ class _Call:
                 "cannot know what these are; let it return them, or give a balance that keeps it in one process with "
                 "all modules that take them"
             )
-        attributes = kept.values()
+        attributes = values_of(door.module, places)
         for part, told in zip((output, added, attributes, *calls.seen), values):
             stand_ins = [tensor for _, tensor in each(part, objects=True)]
             # Else a hook has seen what is not there, as an empty tensor again.

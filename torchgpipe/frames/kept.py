@@ -5,15 +5,18 @@ Another process does not run the module, so there the attributes must come to st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.model.values import mapped
 
-__all__ = ["KeptAttributes"]
+__all__ = ["KeptAttributes", "Place", "put_values", "values_of"]
+
+#: An attribute: the number of the module, of those inside of one, and the name.
+Place: TypeAlias = tuple[int, str]
 
 #: What every module has is not for the model to read.
 _OF_EVERY_MODULE = {*vars(nn.Module())}
@@ -33,18 +36,14 @@ class KeptAttributes:
         #: What is there now, and the same with copies of lists and dicts, to which a module may add.
         self._before = [{name: (value, _copied(value)) for name, value in _values(place)} for place in self._places]
 
-    def set_since(self) -> list[tuple[int, str]]:
-        """Return which attributes were set or changed since: the number of the module, and the name."""
+    def set_since(self) -> list[Place]:
+        """Return which attributes were set or changed since."""
         return [
             (k, name)
             for k, (place, before) in enumerate(zip(self._places, self._before))
             for name in sorted({*before, *dict(_values(place))})
             if not _is_same(before.get(name, (_nothing, _nothing))[1], place.get(name, _nothing))
         ]
-
-    def values(self) -> list[Any]:
-        """Return what was set since."""
-        return [self._places[k].get(name) for k, name in self.set_since()]
 
     def exchange(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put ``change(tensor)`` in the place of each tensor in what was set since."""
@@ -69,13 +68,35 @@ class KeptAttributes:
         return bool(since)
 
 
+def values_of(module: nn.Module, attributes: Sequence[Place]) -> list[Any]:
+    """Return the values of attributes; None of those that there are not."""
+    modules = [*module.modules()] if attributes else []
+    return [vars(modules[k]).get(name) for k, name in attributes]
+
+
+def put_values(module: nn.Module, attributes: Sequence[Place], values: Sequence[Any]) -> None:
+    """Give attributes the values that another process has told."""
+    modules = [*module.modules()] if attributes else []
+    for (k, name), value in zip(attributes, values, strict=True):
+        vars(modules[k])[name] = value
+
+
 def _values(place: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in place.items():
-        if isinstance(value, (Tensor, *_PLAIN, list, tuple, dict)) and name not in _OF_EVERY_MODULE:
+        if name not in _OF_EVERY_MODULE and _can_be_told(value):
             yield name, value
 
 
-_PLAIN = (int, float, str, type(None))
+_PLAIN = (int, float, str, type(None), torch.Size)
+
+
+def _can_be_told(value: Any) -> bool:
+    """Return whether other processes can be told what a value is: objects of other classes, they have themselves."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_can_be_told, value))
+    if isinstance(value, dict):
+        return all(map(_can_be_told, (*value, *value.values())))
+    return isinstance(value, (Tensor, *_PLAIN))
 
 
 def _copied(value: Any) -> Any:
@@ -94,4 +115,4 @@ def _is_same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all([_is_same(one, other) for one, other in zip(a, b)])
     if type(a) is dict:
         return a.keys() == b.keys() and all([_is_same(a[key], b[key]) for key in a])
-    return isinstance(a, (*_PLAIN, torch.Size)) and bool(a == b)
+    return isinstance(a, _PLAIN) and bool(a == b)

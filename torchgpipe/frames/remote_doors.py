@@ -26,7 +26,7 @@ from torchgpipe.devices.torch_internals import (
 from torchgpipe.frames.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.frames.door import Door
 from torchgpipe.frames.hooked import HookedCalls, show_calls
-from torchgpipe.frames.kept import KeptAttributes
+from torchgpipe.frames.kept import KeptAttributes, Place, put_values, values_of
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.messages import shift_of
@@ -44,14 +44,16 @@ class _Effect(NamedTuple):
     """What a call of a module does, as far as other processes need to know it.
 
     Attributes:
-        forms: what it returns, and what hooks inside see; see `HookedCalls`
-        hooked: the names of the modules inside that have hooks, in the order of their calls
+        forms: what it returns, what hooks inside see, and what it leaves in attributes
+        hooked: the names of the modules inside that have hooks, in the order of their calls; see `HookedCalls`
         changed: the numbers of the tensors among its arguments that it changes in place
+        attributes: which attributes it sets; see `KeptAttributes`
     """
 
     forms: Abstract
     hooked: list[str]
     changed: list[int]
+    attributes: list[Place]
 
 
 class _First(NamedTuple):
@@ -91,9 +93,8 @@ class RemoteDoors:
         self._known: dict[Any, _Effect | None] = {}
         #: Of those that only return something, what that is.
         self._returned: dict[Any, Abstract] = {}
-        #: Of modules of this process, what others may have been told, and which attributes were set: the numbers of the
-        #: modules inside, and the names.
-        self._published: dict[Any, tuple[_Effect, list[tuple[int, str]]]] = {}
+        #: Of modules of this process, what others may have been told.
+        self._published: dict[Any, _Effect] = {}
 
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
@@ -163,12 +164,14 @@ class RemoteDoors:
             )
         if first is not None:
             changed = [k for k, (a, b) in enumerate(zip(first.versions, versions(given))) if a != b]
-            effect = _Effect(abstracted((output, hooked.seen), given), hooked.names, changed)
+            attributes = first.attributes.set_since()
+            forms = abstracted((output, hooked.seen, values_of(door.module, attributes)), given)
+            effect = _Effect(forms, hooked.names, changed, attributes)
             if len(self._published) >= _MOST:
                 self._published.clear()
-            self._published[key] = effect, first.attributes.set_since()
+            self._published[key] = effect
             self._processes.publish(_word_of(key), pickle.dumps(effect))
-        effect, places = self._published[key]
+        effect = self._published[key]
         if leaves_of(tensors, given) != effect.forms.leaves[: len(tensors)]:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(
@@ -176,8 +179,7 @@ class RemoteDoors:
                 "shapes: other processes cannot know them; let the shapes depend on those of the arguments alone, or "
                 "give a balance that keeps the module and all that use it in one process"
             )
-        children = [*door.module.modules()] if places else []
-        return [vars(children[k]).get(name) for k, name in places]
+        return values_of(door.module, effect.attributes)
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
@@ -212,7 +214,7 @@ class RemoteDoors:
                 self._returned.clear()
             effect = self._known[key] = self._found(door, key, args, kwargs, given)
             # Others, as caches, are imported in another order, which is to be the same in all processes.
-            if effect is not None and not (effect.hooked or effect.changed) and abstracted((args, kwargs)).is_plain:
+            if effect is not None and not any(effect[1:]) and abstracted((args, kwargs)).is_plain:
                 self._returned[key] = effect.forms._replace(value=effect.forms.value[0])
         effect = self._known[key]
         if effect is None:  # The hooks inside, too, want to see stand-ins.
@@ -223,16 +225,17 @@ class RemoteDoors:
             kept.exchange(lambda tensor: _owned(tensor, column))
             if failed:  # What it would have returned, its process knows.
                 effect = self._known[key] = self._looked_up(door, key, "a hook inside reads values")
-                output, _ = effect.forms.made(given, column, self._settings.devices[column])
+                output, _, _ = effect.forms.made(given, column, self._settings.devices[column])
             _change(given, changed)
             known = {id(tensor) for tensor in given}
             output = mapped(
                 output, lambda tensor: tensor if id(tensor) in known else _owned(tensor, column), objects=True
             )
             return output, [one for _, one in each((args, kwargs), objects=True) if id(one) not in known]
-        output, seen = effect.forms.made(given, column, self._settings.devices[column])
+        output, seen, kept = effect.forms.made(given, column, self._settings.devices[column])
         _change(given, effect.changed)
         show_calls(door.module, effect.hooked, seen)
+        put_values(door.module, effect.attributes, kept)
         return output, []
 
     def _found(self, door: Door, key: Any, args: Any, kwargs: Any, given: list[Tensor]) -> _Effect | None:
@@ -247,9 +250,9 @@ class RemoteDoors:
             return self._looked_up(door, key, f"it does not run without values: {error}")
         finally:
             keeps = kept.put_back()
-        forms = abstracted((output, []), given)
+        forms = abstracted((output, [], []), given)
         is_known = forms.is_plain and not (keeps or self._has_hooks(door)) and _held((args, kwargs)) == held
-        return _Effect(forms, [], changed) if is_known else None
+        return _Effect(forms, [], changed, []) if is_known else None
 
     def _looked_up(self, door: Door, key: Any, why: str) -> _Effect:
         """Return what the process of a module has published."""
