@@ -319,6 +319,40 @@ def test_each_way_through_the_model_is_verified_at_its_first_window() -> None:
         model.step(MicroBatches([x_and(), x_and(gate=gate)]))
 
 
+class Measuring(nn.Linear):
+    length = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = len(x)
+        return super().forward(x).tanh()
+
+
+class Measured(nn.Module):
+    """Reads the length in its last partition, where the first module may have set that of another micro-batch."""
+
+    def __init__(self, *, last: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Measuring(WIDTH, WIDTH) for _ in range(4)])
+        self.read = self.layers[3 if last else 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum() / self.read.length  # type: ignore[operator]
+
+
+def test_a_length_that_an_earlier_partition_keeps_is_refused() -> None:
+    """Wrong in silence: all micro-batches of the sample had one length, and those of a later window did not."""
+    places = ["cpu:0", "cpu:1"]
+    window = [(torch.randn(rows, WIDTH, dtype=torch.float64),) for rows in (2, 2, 5, 3)]
+    with pytest.raises(ValueError, match="keeps state that another micro-batch changes"):
+        pipelined(Measured(last=False).double(), MicroBatches(window[:2]), devices=places, balance="parameters")
+    plain = Measured(last=True).double()  # Set and read in one partition, which one micro-batch has at a time.
+    model = pipelined(copy.deepcopy(plain), MicroBatches(window[:2]), devices=places, balance="parameters")
+    loss = model.step(MicroBatches(window, weights=[1] * 4))
+    assert loss.item() == pytest.approx(sum([plain(*batch).item() for batch in window]) / 4, rel=1e-12)
+
+
 def test_numbers_count_as_seen_wherever_the_sample_has_them(devices: Devices) -> None:
     """A number may be what a loss is divided by, so one that the sample did not give wants weights."""
     model = pipelined(Optional().double(), MicroBatches([x_and(), x_and(scale=2)]), devices=devices(2))

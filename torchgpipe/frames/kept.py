@@ -51,6 +51,19 @@ class KeptAttributes:
             if name in self._places[k]:
                 self._places[k][name] = mapped(self._places[k][name], change)
 
+    def disturb(self) -> Callable[[], None]:
+        """Change the numbers in what was set since, as another micro-batch might; return what makes that undone."""
+        since = [(self._places[k], name) for k, name in self.set_since() if name in self._places[k]]
+        true = [place[name] for place, name in since]
+        for place, name in since:
+            place[name] = _disturbed(place[name])
+
+        def undo() -> None:
+            for (place, name), value in zip(since, true):
+                place[name] = value
+
+        return undo
+
     def put_back(self) -> bool:
         """Put back what there was, and return whether anything was set since."""
         since = self.set_since()
@@ -104,6 +117,17 @@ def _copied(value: Any) -> Any:
     if kind in (list, tuple):
         return kind([_copied(item) for item in value])
     return {key: _copied(item) for key, item in value.items()} if kind is dict else value
+
+
+def _disturbed(value: Any) -> Any:
+    kind = type(value)
+    if kind is bool:
+        return not value
+    if kind in (list, tuple, torch.Size):
+        return kind([_disturbed(item) for item in value])
+    if kind is dict:
+        return {key: _disturbed(item) for key, item in value.items()}
+    return value + 1 if kind in (int, float) else value
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -174,11 +174,13 @@ class MiniBatch:
         finally:
             self._drop()
 
-    def run_columns_forward(self) -> None:
-        """Run all forward actions, in this thread: all micro-batches of a column before the next column."""
+    def run_columns_forward(self, after: Callable[[int], None]) -> None:
+        """Run all forward actions, in this thread, column by column, and call ``after`` with each column."""
         try:
-            own = filter(self.columns.is_mine, range(self._n))
-            self._executor().run_in_this_thread([Action("F", i, j) for j in own for i in range(self._m)])
+            executor = self._executor()
+            for j in filter(self.columns.is_mine, range(self._n)):
+                executor.run_in_this_thread([Action("F", i, j) for i in range(self._m)])
+                after(j)
         finally:
             self._drop()
 

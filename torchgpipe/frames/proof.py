@@ -1,9 +1,10 @@
 """The proof of a pipelined model; see `torchgpipe.proof.proof`.
 
 The pipeline runs column by column: all micro-batches pass the first column before one enters the second. So state that
-one column leaves on the model for a later one is always that of another micro-batch, which shows. In evaluation it runs
-once more, with a worker for each device, as it will from then on: what modules keep for one device at a time, or a lock
-around a forward, shows there.
+one column leaves on the model for a later one is always that of another micro-batch, which shows. Numbers that a column
+leaves, such as a length, are changed behind it if the caller gives the micro-batches: those of a later mini-batch may
+differ in it. In evaluation the pipeline runs once more, with a worker for each device, as it will from then on: what
+modules keep for one device at a time, or a lock around a forward, shows there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized, window_of
+from torchgpipe.frames.kept import KeptAttributes
 from torchgpipe.frames.numbers import compute_shares, find_rule, has_item_count, joiner, list_rules
 from torchgpipe.frames.outputs import Rule, join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
@@ -254,8 +256,11 @@ class FramesProof(PlainSide):
         ):
             buffers = Buffers(self._module)
             mini_batch = pipeline.mini_batch_for_proof(self._batch, finish, aliases, self.patience)
+            kept, undo = self._kept_by_columns(), list[Callable[[], None]]()
             with self._refusing():
-                mini_batch.run_columns_forward()
+                mini_batch.run_columns_forward(lambda j: undo.extend([one.disturb() for one in kept.get(j, ())]))
+            for put_back in reversed(undo):
+                put_back()
             if together is not None:
                 together.end(mini_batch, None)
             where = f"when it leaves {settings.labels[-1]}; {_advise(self._module)}"
@@ -281,6 +286,15 @@ class FramesProof(PlainSide):
                 self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
             self._compare_buffers(apart.buffers, forward, buffers.changed())
+
+    def _kept_by_columns(self) -> dict[int, list[KeptAttributes]]:
+        """Return what the modules of each column keep, if several columns of this process take given micro-batches."""
+        settings, kept = self._settings, dict[int, list[KeptAttributes]]()
+        for name, j in settings.doors.items():
+            # One that is called again later has what it has left itself.
+            if (settings.processes is None or settings.processes.is_mine(j)) and name not in settings.again:
+                kept.setdefault(j, []).append(KeptAttributes(self._module.get_submodule(name)))
+        return kept if len(kept) > 1 and self._batch.given else {}
 
     def compare_evaluation(self, outputs: list[Any]) -> None:
         ours: dict[int, Any] = {}
