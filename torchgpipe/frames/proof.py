@@ -290,11 +290,11 @@ class FramesProof(PlainSide):
     def _kept_by_columns(self) -> dict[int, list[KeptAttributes]]:
         """Return what the modules of each column keep, if several columns of this process take given micro-batches."""
         settings, kept = self._settings, dict[int, list[KeptAttributes]]()
-        for name, j in settings.doors.items():
+        for name, j in settings.doors.items() if self._batch.given else ():
             # One that is called again later has what it has left itself.
             if (settings.processes is None or settings.processes.is_mine(j)) and name not in settings.again:
                 kept.setdefault(j, []).append(KeptAttributes(self._module.get_submodule(name)))
-        return kept if len(kept) > 1 and self._batch.given else {}
+        return kept if len(kept) > 1 else {}
 
     def compare_evaluation(self, outputs: list[Any]) -> None:
         ours: dict[int, Any] = {}
