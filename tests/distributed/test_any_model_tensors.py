@@ -165,6 +165,58 @@ class InPlace(nn.Module):
         return x
 
 
+class ChangesInput(nn.Module):
+    """Once, a process that has only the second module took zeros for what the first had made of the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Masking(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(x)
+        x = self.first(x, mask)
+        return self.second(x) * mask
+
+
+class Masking(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask[:, 0] = 2.0
+        return super().forward(x)
+
+
+class Alternating(nn.Module):
+    """Once, a tensor of another process crossed under a number that was known, and its strides were not expected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        second = self.blocks[1](x)
+        return self.blocks[2](first if x[0, 0] > 0 else second)
+
+
+class ReadsWithoutGrad(nn.Module):
+    """Once, what crosses under no_grad required a gradient in one process only, which looked for another call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.last = nn.Linear(4, 4), Router(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        with torch.no_grad():
+            gate = self.router(x)
+        return self.last(x * gate)
+
+
+class Router(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.sigmoid() if y.sum().item() < 1000 else y
+
+
 class Starting(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).tanh(), []
@@ -250,12 +302,15 @@ _OF_TWO = [
     (InPlace, 2, "1F1B", True),
     (Growing, 2, "1F1B", True),
     (ReadsAttributes, 2, "1F1B", True),
+    (ChangesInput, 2, "1F1B", True),
     (Skipping, 4, "Interleaved1F1B", False),
     (Skipping, 4, "GPipe", False),
     (Skipping, 2, "1F1B", False),
 ]
 _OF_THREE = [
     (AskedWhere, 3, "1F1B", True),
+    (Alternating, 3, "1F1B", False),
+    (ReadsWithoutGrad, 3, "1F1B", True),
     (Cached, 3, "1F1B", False),
     (Collecting, 3, "1F1B", True),
     (Checkpointed, 3, "1F1B", True),
@@ -301,17 +356,72 @@ class Reversible(Skipping):
         return self.blocks[3](Doubled.apply(self.blocks[0](x), self.blocks[1:3]))
 
 
-def refused() -> str:
-    model, x = made(Reversible)
-    mesh = dist.init_device_mesh("cpu", (2,))
-    with pytest.raises(RuntimeError) as info:
-        torchgpipe.pipelined(model, x[:2], chunks=6, mesh=mesh, balance=[2, 2], verify=False, loss_fn=square)
-        model.step(x)  # type: ignore[operator]
-    return str(info.value)
+class Annealed(nn.Linear):
+    """Returns a number that changes from step to step, or fills a list later: other processes went on as before."""
+
+    beta, fills = 1.0, False
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> Any:
+        x = super().forward(x)
+        if self.fills:
+            states.append(x)
+        return x, self.beta
 
 
-def test_a_function_that_calls_modules_of_two_processes_is_refused() -> None:
-    """Once, each process took its output for the other's, and one waited for ever."""
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Annealed(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: list[Tensor] = []
+        x, beta = self.blocks[0](x, states)
+        return self.blocks[1](x) * beta * (1 + len(states))
+
+
+class OwnParameter(Scaled):
+    """Its first module returns a parameter, for which the second process waited for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WithBias(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.blocks[0](x)
+        return self.blocks[1](x) + bias
+
+
+class WithBias(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
+def refused() -> list[str]:
+    faults = []
+    for kind, balance, change in [
+        (Reversible, [2, 2], {}),
+        (Scaled, [1, 1], {"beta": 0.5}),
+        (Scaled, [1, 1], {"fills": True}),
+        (OwnParameter, [1, 1], {}),
+    ]:
+        model, x = made(kind)
+        mesh = dist.init_device_mesh("cpu", (2,))
+        with pytest.raises(RuntimeError) as info:
+            torchgpipe.pipelined(model, x[:2], chunks=6, mesh=mesh, balance=balance, verify=False, loss_fn=square)
+            for _ in range(2):
+                model.step(x)  # type: ignore[operator]
+                vars(model.blocks[0]).update(change)  # type: ignore[index]
+        faults.append(str(info.value))
+    return faults
+
+
+def test_what_other_processes_cannot_know_is_refused() -> None:
+    """Once, a process took its output for another's, or what a module had returned before for what it returns now."""
     first, second = launch(2, refused)
-    assert "DoubledBackward begins in partition 0 and ends in another process" in second
-    assert "DoubledBackward begins in partition 0" in first
+    assert "DoubledBackward begins in partition 0 and ends in another process" in second[0]
+    assert "DoubledBackward begins in partition 0" in first[0]
+    assert "'blocks.0' returns [(2, 4), 0.5], and did something else before" in first[1]
+    assert "'blocks.0' has changed a list or a dict that it was given" in first[2]
+    assert "'blocks.0' returns a parameter of shape (4,)" in first[3]
+    for fault, said in zip(first[1:], second[1:]):
+        assert "rank 0 has failed with" in said, fault

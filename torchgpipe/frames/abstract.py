@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torchgpipe.model.values import container, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
@@ -107,6 +108,8 @@ def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> 
     """
 
     def other(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return value.type  # Each process has others.
         if isinstance(value, _PLAIN):
             return str(value)
         name = type(value).__name__
@@ -120,6 +123,8 @@ def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> 
         opened = container(value, caches=True, objects=True)
         if opened is None:
             return name
-        return (name, *opened.names, *[describe(item, other, tensors) for item in opened.items])
+        # How long its sequences are is no form.
+        sizes = value.batch_sizes.tolist() if isinstance(value, PackedSequence) else ()
+        return (name, *sizes, *opened.names, *[describe(item, other, tensors) for item in opened.items])
 
     return describe(value, other, tensors)

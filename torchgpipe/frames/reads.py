@@ -22,8 +22,13 @@ SHAPE_ONLY = {
 #: What draws random numbers.
 DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal, torch.multinomial,
-    torch.rand_like, torch.randn_like, torch.randint_like, functional.dropout, torch.dropout,
-    _T.bernoulli, _T.bernoulli_, _T.uniform_, _T.normal_, _T.random_, _T.multinomial, _T.exponential_,
+    torch.rand_like, torch.randn_like, torch.randint_like, torch.poisson, torch.binomial, torch._standard_gamma,
+    torch._sample_dirichlet, torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+    torch.rrelu, torch.rrelu_, functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
+    functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu, functional.gumbel_softmax,
+    _T.bernoulli, _T.bernoulli_, _T.uniform_, _T.normal_, _T.random_, _T.multinomial, _T.exponential_, _T.geometric_,
+    _T.log_normal_, _T.cauchy_,
 }  # fmt: skip
 
 #: What tells values to Python, or returns a tensor whose shape depends on values.

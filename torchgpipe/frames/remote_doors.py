@@ -28,7 +28,7 @@ from torchgpipe.frames.door import Door
 from torchgpipe.frames.hooked import HookedCalls, show_calls
 from torchgpipe.frames.kept import KeptAttributes, Place, put_values, values_of
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.values import Exchanged, copied, each, is_cache, mapped, walk
+from torchgpipe.model.values import Exchanged, container, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.messages import shift_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import Form, StandIn, form_of
@@ -56,20 +56,38 @@ class _Effect(NamedTuple):
     attributes: list[Place]
 
 
-class _First(NamedTuple):
-    """What there was before the first call of its kind: the versions of the tensors it was given, and attributes."""
+class _Published(NamedTuple):
+    """What others may have been told of a call of a module of this process.
 
-    versions: list[int]
-    attributes: KeptAttributes
+    Attributes:
+        effect: what they are told
+        returned: what tells what the module returns from anything else that it might
+        adds: whether the module changes lists and dicts that it is given; None if it is given none
+    """
+
+    effect: _Effect
+    returned: Any
+    adds: bool | None
 
 
 class _Noted(NamedTuple):
-    """A call of a module of this process: its key, the tensors among its arguments, and what its hooks see."""
+    """A call of a module of this process.
+
+    Attributes:
+        key: what tells it from others
+        given: the tensors among its arguments
+        held: what lists and dicts among them hold; None if there are none
+        hooked: what hooks inside see
+        versions: of the tensors, if the call is the first of its kind
+        attributes: of the module, if the call is the first of its kind
+    """
 
     key: Any
     given: list[Tensor]
+    held: list[int] | None
     hooked: HookedCalls
-    first: _First | None
+    versions: list[int]
+    attributes: KeptAttributes | None
 
 
 class RemoteDoors:
@@ -94,7 +112,7 @@ class RemoteDoors:
         #: Of those that only return something, what that is.
         self._returned: dict[Any, Abstract] = {}
         #: Of modules of this process, what others may have been told.
-        self._published: dict[Any, _Effect] = {}
+        self._published: dict[Any, _Published] = {}
 
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
@@ -141,45 +159,54 @@ class RemoteDoors:
     def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
         """Note a call of a module of this process."""
         key, given = self._note(door, args, kwargs)
-        first = None if key in self._published else _First(versions(given), KeptAttributes(door.module))
-        return _Noted(key, given, HookedCalls(door.module, None if self._has_hooks(door) else ()), first)
+        published, hooked = self._published.get(key), HookedCalls(door.module, None if self._has_hooks(door) else ())
+        if published is not None:
+            return _Noted(key, given, None if published.adds is None else _held((args, kwargs)), hooked, [], None)
+        held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
+        return _Noted(key, given, held, hooked, versions(given), KeptAttributes(door.module))
 
-    def end(self, door: Door, noted: _Noted, output: Any, tensors: Sequence[Tensor]) -> list[Any]:
-        """Publish what a module has done, the first time, and return what it has left in attributes.
+    def end(
+        self, door: Door, noted: _Noted, args: Any, kwargs: Any, output: Any, tensors: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Publish what a module has done, the first time.
 
         Args:
             door: the door
             noted: what `begin` has returned
+            args, kwargs: the arguments
             output: what the module has returned
             tensors: the tensors in that
 
+        Returns:
+            what the module has left in attributes, and the arguments that it has changed in place
+
         Raises:
-            RuntimeError: the module has returned other forms for the same arguments before, or a stand-in.
+            RuntimeError: the module has done something else for such arguments before, or has returned a stand-in.
         """
-        key, given, hooked, first = noted
+        key, given, held, hooked, before, attributes = noted
         if any([isinstance(tensor, StandIn) for tensor in tensors]):
             raise RuntimeError(
                 f"'{door.name}' has computed with a tensor of another process that was no argument of it; pass it as "
                 "an argument: an attribute, a closure or a global is not sent"
             )
-        if first is not None:
-            changed = [k for k, (a, b) in enumerate(zip(first.versions, versions(given))) if a != b]
-            attributes = first.attributes.set_since()
-            forms = abstracted((output, hooked.seen, values_of(door.module, attributes)), given)
-            effect = _Effect(forms, hooked.names, changed, attributes)
+        returned, adds = described(output, []), None if held is None else held != _held((args, kwargs))
+        if attributes is not None:
+            changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
+            places = attributes.set_since()
+            forms = abstracted((output, hooked.seen, values_of(door.module, places)), given)
             if len(self._published) >= _MOST:
                 self._published.clear()
-            self._published[key] = effect
-            self._processes.publish(_word_of(key), pickle.dumps(effect))
-        effect = self._published[key]
-        if leaves_of(tensors, given) != effect.forms.leaves[: len(tensors)]:
-            shapes = [tuple(tensor.shape) for tensor in tensors]
+            self._published[key] = _Published(_Effect(forms, hooked.names, changed, places), returned, adds)
+            self._processes.publish(_word_of(key), pickle.dumps(self._published[key].effect))
+        effect, *expected = self._published[key]
+        if [returned, adds] != expected or leaves_of(tensors, given) != effect.forms.leaves[: len(tensors)]:
+            now = "has changed a list or a dict that it was given" if adds else f"returns {_shown(output)}"
             raise RuntimeError(
-                f"'{door.name}' returns tensors of shapes {shapes}, and other shapes before, for arguments of the same "
-                "shapes: other processes cannot know them; let the shapes depend on those of the arguments alone, or "
-                "give a balance that keeps the module and all that use it in one process"
+                f"'{door.name}' {now}, and did something else before for arguments of the same shapes: other processes "
+                "cannot know that; let shapes, numbers and what there is depend on the shapes of the arguments alone, "
+                "return numbers as tensors, or give a balance that keeps the module and all that use it in one process"
             )
-        return values_of(door.module, effect.attributes)
+        return values_of(door.module, effect.attributes), [given[k] for k in effect.changed]
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
@@ -205,8 +232,20 @@ class RemoteDoors:
             return None  # A tensor that all processes have was changed in place by a column that trains.
         return (returned.made(imported, column, self._settings.devices[column]),)
 
-    def call(self, door: Door, args: Any, kwargs: Any, column: int) -> tuple[Any, list[Tensor]]:
-        """Return stand-ins for what a module of another process returns, and what it puts into its arguments."""
+    def call(
+        self, door: Door, args: Any, kwargs: Any, column: int, replace: Callable[[Tensor], object]
+    ) -> tuple[Any, list[Tensor]]:
+        """Call a module of another process.
+
+        Args:
+            door: the door
+            args, kwargs: the arguments, imported
+            column: the column of the module
+            replace: lets the column own an argument that all processes have had until now
+
+        Returns:
+            stand-ins for what the module returns, and for what it puts into its arguments
+        """
         key, given = self._note(door, args, kwargs)
         if key not in self._known:
             if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
@@ -226,14 +265,14 @@ class RemoteDoors:
             if failed:  # What it would have returned, its process knows.
                 effect = self._known[key] = self._looked_up(door, key, "a hook inside reads values")
                 output, _, _ = effect.forms.made(given, column, self._settings.devices[column])
-            _change(given, changed)
+            _change(given, changed, replace)
             known = {id(tensor) for tensor in given}
             output = mapped(
                 output, lambda tensor: tensor if id(tensor) in known else _owned(tensor, column), objects=True
             )
             return output, [one for _, one in each((args, kwargs), objects=True) if id(one) not in known]
         output, seen, kept = effect.forms.made(given, column, self._settings.devices[column])
-        _change(given, effect.changed)
+        _change(given, effect.changed, replace)
         show_calls(door.module, effect.hooked, seen)
         put_values(door.module, effect.attributes, kept)
         return output, []
@@ -293,15 +332,31 @@ def run_on_stand_ins(door: Door, args: Any, kwargs: Any, given: Sequence[Tensor]
 
 
 @torch.no_grad()
-def _change(given: list[Tensor], changed: list[int]) -> None:
-    """Change stand-ins in place: they have no values, but versions, and a home."""
+def _change(given: list[Tensor], changed: list[int], replace: Callable[[Tensor], object]) -> None:
+    """Change arguments in place: a stand-in has versions and a home, and of others a column has the values now."""
     for k in changed:
-        given[k].zero_()
+        if isinstance(given[k], StandIn):
+            given[k].zero_()
+        else:
+            replace(given[k])
 
 
 def _held(value: Any) -> list[int]:
     """Return the identities of all that containers hold, which a call may change."""
     return [id(item) for path, item in walk(value, objects=True) if path and not is_cache(item)]
+
+
+def _can_change(value: Any) -> bool:
+    """Return whether the arguments of a call hold lists, dicts or objects that the call might change."""
+    args, kwargs = value
+    held = walk((*args, *kwargs.values()), objects=True)
+    return any([not isinstance(item, tuple) and container(item, objects=True) is not None for _, item in held])
+
+
+def _shown(value: Any) -> list[Any]:
+    """Return the shapes of the tensors in a value, and its numbers and words."""
+    items = [item for _, item in walk(value, objects=True) if container(item, objects=True) is None]
+    return [tuple(item.shape) if isinstance(item, Tensor) else item for item in items]
 
 
 def _with_own_caches(value: Any) -> Any:

@@ -16,7 +16,7 @@ A frame stops where a column of its own process begins, and passes the others by
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -148,7 +148,7 @@ class RemoteImports(Imports):
         elif is_mine:
             result = self._import(tensor, home, records) if tensor.grad_fn is not None else self._on_this_device(tensor)
         else:
-            result = StandIn(form_of(tensor), column, tensor.requires_grad)
+            result = StandIn(form_of(tensor), column, records)
         if result is not tensor:
             self._imports[id(tensor), records] = Known(tensor, column, result, versions([result])[0])
         return result
@@ -171,7 +171,7 @@ class RemoteImports(Imports):
         processes, column, form = self._processes, self.column, form_of(tensor)
         number, source, target = len(self.log), processes.owners[home], processes.owners[column]
         self.log.append((home, column, form.shape, form.dtype, records))
-        place = self.doors.place(number, column, form.shape, form.dtype)
+        place = self.doors.place(number, home, column, form.shape, form.dtype)
         if target == processes.rank:
             value = self._received(tensor, place, source, number)
             if not records:
@@ -184,7 +184,7 @@ class RemoteImports(Imports):
             if records:
                 cell = self._cell(home)
                 cell.note_sent(column, cell.export(tensor), form)
-        return StandIn(form, column, tensor.requires_grad)
+        return StandIn(form, column, records)
 
     def _cell(self, column: int) -> RemoteCell:
         cell = self._cells[column]
@@ -294,7 +294,7 @@ class RemoteFrame(Frame):
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
         if not self._columns.is_mine(column):
-            output, added = doors.call(door, args, kwargs, column)
+            output, added = doors.call(door, args, kwargs, column, self.imports.replace)
             own(added, column)
             return output
         call = doors.begin(door, args, kwargs)
@@ -303,12 +303,24 @@ class RemoteFrame(Frame):
         finally:
             call.hooked.remove()
         tensors = [tensor for _, tensor in each(output, objects=True)]
-        attributes = doors.end(door, call, output, tensors)
+        self._verify_no_parameter(door, tensors)
+        attributes, changed = doors.end(door, call, args, kwargs, output, tensors)
         given = set(map(id, call.given))
         # Also what the module has put into a list or a dict that it was given, and what a hook or an attribute keeps.
         made = each((output, args, kwargs, call.hooked.seen, attributes), objects=True)
-        own([one for _, one in made if id(one) not in given], column)
+        own([*[one for _, one in made if id(one) not in given], *changed], column)
         return output
+
+    def _verify_no_parameter(self, door: Door, tensors: Sequence[Tensor]) -> None:
+        """Raise an error if a module returns a parameter which other processes have, too: there it is a stand-in."""
+        for tensor in tensors:
+            if tensor.grad_fn is None and tensor.requires_grad:
+                users = self._columns.users.get(self._columns.aliases.parameter_of(tensor), frozenset())
+                if not all(map(self._columns.is_mine, users)):
+                    raise RuntimeError(
+                        f"'{door.name}' returns a parameter of shape {tuple(tensor.shape)}, which the model uses in "
+                        "another process: use the parameter itself there, or let the module return a view of it"
+                    )
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
