@@ -396,6 +396,17 @@ class WithBias(nn.Linear):
         return super().forward(x), self.bias
 
 
+class ReadsTwice(Skipping):
+    """Each of two processes has two partitions, and waited for what the other one was to read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 1000:
+                x = x / 2
+        return x
+
+
 def refused() -> list[str]:
     faults = []
     for kind, balance, change in [
@@ -403,11 +414,13 @@ def refused() -> list[str]:
         (Scaled, [1, 1], {"beta": 0.5}),
         (Scaled, [1, 1], {"fills": True}),
         (OwnParameter, [1, 1], {}),
+        (ReadsTwice, [1, 1, 1, 1], {}),
     ]:
         model, x = made(kind)
         mesh = dist.init_device_mesh("cpu", (2,))
         with pytest.raises(RuntimeError) as info:
-            torchgpipe.pipelined(model, x[:2], chunks=6, mesh=mesh, balance=balance, verify=False, loss_fn=square)
+            how: dict[str, Any] = {"verify": False, "schedule": "GPipe", "balance": balance, "loss_fn": square}
+            torchgpipe.pipelined(model, x[:2], chunks=6, mesh=mesh, **how)
             for _ in range(2):
                 model.step(x)  # type: ignore[operator]
                 vars(model.blocks[0]).update(change)  # type: ignore[index]
@@ -423,5 +436,6 @@ def test_what_other_processes_cannot_know_is_refused() -> None:
     assert "'blocks.0' returns [(2, 4), 0.5], and did something else before" in first[1]
     assert "'blocks.0' has changed a list or a dict that it was given" in first[2]
     assert "'blocks.0' returns a parameter of shape (4,)" in first[3]
-    for fault, said in zip(first[1:], second[1:]):
+    for fault, said in zip(first[1:4], second[1:4]):
         assert "rank 0 has failed with" in said, fault
+    assert "reads values behind partition 0 and partition 1" in first[4]
