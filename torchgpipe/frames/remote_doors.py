@@ -149,10 +149,13 @@ class RemoteDoors:
 
     def _has_hooks(self, door: Door) -> bool:
         """Return whether modules have hooks now, which may see what they return."""
+        return any(self._hooks_of(door))
+
+    def _hooks_of(self, door: Door) -> list[dict[int, Any]]:
         hooks = self._hooks.get(door)
         if hooks is None:  # Walking through the modules takes as long as all of the rest.
             hooks = self._hooks[door] = [kind for child in door.module.modules() for kind in call_hooks(child)]
-        return any(hooks)
+        return hooks
 
     # ------------------------------------------------------------------------------------------------- of this process
 
@@ -281,14 +284,15 @@ class RemoteDoors:
         """Return what a module does; None if it does more than can be told."""
         # In copies of containers, as a module that changes one runs again.
         args, kwargs = copied((args, kwargs))
-        held, kept = _held((args, kwargs)), KeptAttributes(door.module)
+        held, kept, hooks = _held((args, kwargs)), KeptAttributes(door.module), [*map(len, self._hooks_of(door))]
         try:
             with with_forward_hooks(door.module, lambda _: no_hook):
                 output, changed = run_on_stand_ins(door, args, kwargs, given)
         except Exception as error:
             return self._looked_up(door, key, f"it does not run without values: {error}")
         finally:
-            keeps = kept.put_back()
+            # Who installs hooks in a first run notes that in an attribute, and would install them again.
+            keeps = [*map(len, self._hooks_of(door))] != hooks or kept.put_back()
         forms = abstracted((output, [], []), given)
         is_known = forms.is_plain and not (keeps or self._has_hooks(door)) and _held((args, kwargs)) == held
         return _Effect(forms, [], changed, []) if is_known else None
