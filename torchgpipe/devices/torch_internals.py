@@ -43,6 +43,7 @@ __all__ = [
     "current_pass",
     "default_store",
     "disabled_torch_function",
+    "draws_of_distributions",
     "dispatch_modes",
     "exchange_memory",
     "fake_tensor_mode",
@@ -193,6 +194,11 @@ def handling_operations(enabled: bool) -> AbstractContextManager[Any]:
 #: A stand-in for a tensor of another process handles operations below autograd. Since 1.11. A method that calls
 #: `Tensor.__torch_function__` without subclasses would do the same, for a few microseconds an operation.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+#: What distributions draw from, beside public functions.
+#:
+#: Over processes, each would draw its own gamma, beta or Dirichlet numbers between two modules. Since 1.0.
+draws_of_distributions: tuple[Any, ...] = (torch._standard_gamma, torch._sample_dirichlet)
 
 #: In a ``with`` block of it, operations change the form of a stand-in itself. Since 2.0.
 without_dispatch: Any = torch._C._DisableTorchDispatch

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from torchgpipe.devices.torch_internals import draws_of_distributions
+
 __all__ = ["DRAWS", "MASKS", "READS", "SHAPE_ONLY", "reads_values"]
 
 _T = Tensor
@@ -22,8 +24,8 @@ SHAPE_ONLY = {
 #: What draws random numbers.
 DRAWS = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal, torch.multinomial,
-    torch.rand_like, torch.randn_like, torch.randint_like, torch.poisson, torch.binomial, torch._standard_gamma,
-    torch._sample_dirichlet, torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_,
+    torch.rand_like, torch.randn_like, torch.randint_like, torch.poisson, torch.binomial,
+    *draws_of_distributions, torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_,
     torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
     torch.rrelu, torch.rrelu_, functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu, functional.gumbel_softmax,
