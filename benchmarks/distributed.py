@@ -13,7 +13,7 @@ A GPT is trained five ways, in the same processes, in turn:
 The cost model of docs/scaling.rst is checked against them: to the ideal it adds what is sent, from the latency and the
 bandwidth that are measured between the processes. Both are computed from a result, and are not in it.
 
-    python -m benchmarks.distributed                          # -> results/distributed.json; six minutes
+    python -m benchmarks.distributed                          # -> results/distributed.json; seven minutes
     python -m benchmarks.distributed --processes 1 2 4 8      # with as many cores, or GPUs
     python -m benchmarks.distributed --show
 """

@@ -113,6 +113,7 @@ def _can_be_told(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    """Copy lists, tuples and dicts, but none of a subclass, as `model.values.copied` does: not all can be refilled."""
     kind = type(value)
     if kind in (list, tuple):
         return kind([_copied(item) for item in value])
@@ -120,6 +121,7 @@ def _copied(value: Any) -> Any:
 
 
 def _disturbed(value: Any) -> Any:
+    """Return a value with other numbers; tensors of two micro-batches differ anyway."""
     kind = type(value)
     if kind is bool:
         return not value

@@ -423,9 +423,10 @@ class RemoteFrame(Frame):
         column, number = imports.column, imports.count_reads()
         tag, owner = tag_of(VALUES, self.i, number), processes.owners[column]
         self._columns.reads.setdefault(place_of(threading.get_ident()), func.__name__)
-        self._columns.read.add(column)
-        if len(self._columns.read) > 1 and len(processes.owners) > processes.size:
-            behind = " and ".join([self._columns.name_of(j) for j in sorted(self._columns.read)])
+        columns_read = self._columns.columns_read
+        columns_read.add(column)
+        if len(columns_read) > 1 and len(processes.owners) > processes.size:
+            behind = " and ".join([self._columns.name_of(j) for j in sorted(columns_read)])
             raise RuntimeError(
                 f"the model reads values behind {behind} ('{func.__name__}'), and a process has several partitions: "
                 "processes would wait for each other; give each process one partition"
