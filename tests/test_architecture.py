@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,45 @@ ROOMS = {
 
 #: Public paths with hardly any code: the places of names before the rooms existed, and in predecessors.
 THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
+
+#: The most lines of code that each room may have; blanks, comments and docstrings are not counted. What a reader must
+#: own is what each mechanism costs, so a number goes down with its room. One that must go up is paid for by another in
+#: the same commit: the sum never rises.
+CAPS = {
+    "torchgpipe": {
+        "devices": 591,
+        "schedule": 602,
+        "skip": 324,
+        "processes": 665,
+        "replay": 926,
+        "model": 2080,
+        "norms": 303,
+        "listener": 66,
+        "graph": 311,
+        "transport": 152,
+        "gradients": 592,
+        "offload": 826,
+        "cell": 535,
+        "drive": 812,
+        "proof": 571,
+        "gpipe": 444,
+        "frames": 6135,
+        "timeline": 537,
+        "distributed": 708,
+        "compat": 219,
+        "integrations": 65,
+        "public paths": 107,
+    },
+    "torchgpipe_balancing": {"balancing": 590, "planning": 1670},
+}
+#: The sums of all caps, to be lowered with them.
+TOTALS = {"torchgpipe": 17571, "torchgpipe_balancing": 2260}
+
+#: The tokens that do not make a line one of code.
+SILENT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -137,6 +177,39 @@ def test_a_room_imports_only_from_those_below() -> None:
         balancing = {each for each in imports(OURS[name]) if each.partition(".")[0] == "torchgpipe_balancing"}
         assert balancing <= {"torchgpipe_balancing.partition"}, f"only arithmetic, inside a function, in {name}"
         assert "torchgpipe_balancing.partition" not in set(imports(OURS[name], top_level_only=True))
+
+
+def code_lines(path: Path) -> int:
+    """Return how many lines of a file have code: no blank lines, comments or docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in SILENT]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings)
+
+
+def test_the_counter_of_lines_counts_code_alone(tmp_path: Path) -> None:
+    path = tmp_path / "counted.py"
+    documented = '"""One.\n\nTwo."""\n\n\ndef f() -> None:\n    """Do."""\n'
+    path.write_text(documented + "    # A comment.\n    g(  # two lines\n    )\n\n\n" + 'x = """a\nb"""\n')
+    assert code_lines(path) == 5
+
+
+@pytest.mark.parametrize("package", CAPS)
+def test_a_room_has_at_most_its_lines(package: str) -> None:
+    counts = dict.fromkeys(CAPS[package], 0)
+    for name, path in modules(package).items():
+        if package == "torchgpipe":
+            room = room_of(name) if room_of(name) in ROOMS else "public paths"
+        else:
+            room = "planning" if room_of(name) == "planning" else "balancing"
+        counts[room] += code_lines(path)
+    over = {room: (count, CAPS[package][room]) for room, count in counts.items() if count > CAPS[package][room]}
+    assert not over, f"rooms with more lines of code than their caps: {over}; take away, or pay with another room"
+    assert sum(CAPS[package].values()) <= TOTALS[package], "the sum of the caps never rises"
 
 
 def test_no_import_leads_back() -> None:
