@@ -1,4 +1,4 @@
-"""The models that `training.py` trains whole, and on what."""
+"""The models that are trained whole, and on what; `training.py` times them, `memory.py` counts their bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import gpt, resnet, resnet101, unet
+from benchmarks.models import amoebanetd, gpt, resnet, resnet101, unet
 
 __all__ = ["TASKS", "TINY", "Task", "inputs", "loss", "made", "mlp"]
 
@@ -45,6 +45,8 @@ TINY = {
 TASKS: dict[str, dict[str, Task]] = {
     "small": {
         "resnet101": Task(lambda: resnet((1, 1, 1), 10, width=16), (3, 64, 64), 16, 4),
+        # So many small operations that a micro-batch takes more samples to be as efficient as those of the others.
+        "amoebanetd": Task(lambda: amoebanetd(10, 3, 16), (3, 32, 32), 64, 4),
         "unet": Task(lambda: unet(2, 2, 8), (3, 32, 32), 16, 4),
         "gpt": Task(lambda: gpt(256, 4, 4, 64, 32), (32,), 16, 4),
         **TINY,
@@ -52,8 +54,17 @@ TASKS: dict[str, dict[str, Task]] = {
     # What trains on one large GPU also without a pipeline.
     "gpu": {
         "resnet101": Task(resnet101, (3, 224, 224), 128, 8),
+        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 128), (3, 224, 224), 64, 8),
         "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 32, 8),
         "gpt": Task(lambda: gpt(50257, 12, 12, 768, 1024), (1024,), 16, 8),
+        **TINY,
+    },
+    # What torchgpipe has published, for several GPUs.
+    "paper": {
+        "resnet101": Task(resnet101, (3, 224, 224), 256, 32),
+        "amoebanetd": Task(lambda: amoebanetd(1000, 18, 256), (3, 224, 224), 128, 32),
+        "unet": Task(lambda: unet(5, 5, 64), (3, 192, 192), 64, 32),
+        "gpt": Task(lambda: gpt(50257, 24, 16, 1024, 1024), (1024,), 64, 32),
         **TINY,
     },
     # For steps under a schedule: halves of the layers take the same time, and a micro-batch far more than the host.

@@ -44,7 +44,7 @@ SPLIT = "micro-batches"
 #: for one peer longer than for another. The GNU C library reads this, others do not.
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0"}
 
-PARTITIONS = {"small": (1, 2), "gpu": (1, 4)}
+PARTITIONS = {"small": (1, 2), "gpu": (1, 4), "paper": (1, 2, 4, 8)}
 
 #: By number of partitions the layers of each.
 Balances = dict[int, list[int]]
@@ -76,7 +76,7 @@ def balances(peer: Peer, args: argparse.Namespace, model: str, partitions: list[
         "rows": max(1, batch_size(args, model) // TASKS[args.size][model].chunks),
         "device": args.devices[0],
         "partitions": partitions,
-        "seconds": {"small": 0.5, "gpu": 3.0}[args.size],
+        "seconds": 0.5 if args.size == "small" else 3.0,
     }
     return dict(zip(partitions, peer.ask(request)["balances"], strict=True))
 

@@ -4,8 +4,9 @@ They use nothing of a pipeline but `torchgpipe.skip`, and of that only what the 
 model runs plain, through ours and through the original. Skips have no parameters, so names of parameters are the same.
 """
 
+from benchmarks.models.amoebanet import amoebanetd
 from benchmarks.models.gpt import gpt
 from benchmarks.models.resnet import resnet, resnet101
 from benchmarks.models.unet import unet
 
-__all__ = ["gpt", "resnet", "resnet101", "unet"]
+__all__ = ["amoebanetd", "gpt", "resnet", "resnet101", "unet"]
