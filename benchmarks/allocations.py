@@ -21,7 +21,7 @@ import gc
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -78,14 +78,16 @@ def _lines(report: bytes) -> list[tuple[bytes, int, int]]:
     return [(kind, int(size), int(total)) for kind, size, total in LINE.findall(report)]
 
 
-def peak_on_gpu(run: Callable[[], object], device: torch.device) -> int:
-    """Return the same for a GPU."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    rest = torch.cuda.memory_allocated(device)
+def _peaks_on_gpus(run: Callable[[], object], devices: Sequence[torch.device]) -> list[int]:
+    """Return the same for each GPU."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    rest = [torch.cuda.memory_allocated(device) for device in devices]
     run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - rest
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return [torch.cuda.max_memory_allocated(device) - low for device, low in zip(devices, rest, strict=True)]
 
 
 @cache
@@ -94,7 +96,14 @@ def reports() -> Reports:
     return Reports()
 
 
-def peak_of(run: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes in use while ``run`` runs, above the level at rest, in the memory of a device."""
+def memories(devices: Iterable[str | torch.device]) -> list[torch.device]:
+    """Return the devices that have a memory of their own. CPU devices share one, which beside GPUs is not counted."""
+    places = [torch.device(device) for device in devices]
+    gpus = list(dict.fromkeys(device for device in places if device.type != "cpu"))
+    return gpus or [torch.device("cpu")]
+
+
+def peaks_of(run: Callable[[], object], places: Sequence[torch.device]) -> list[int]:
+    """Return the most bytes in use while ``run`` runs, above the level at rest, in each of these memories."""
     gc.collect()
-    return reports().peak(run) if device.type == "cpu" else peak_on_gpu(run, device)
+    return [reports().peak(run)] if places[0].type == "cpu" else _peaks_on_gpus(run, places)

@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ import torch
 
 from benchmarks.peers import CHECKOUT, Peer, install
 from benchmarks.program import Budget
-from benchmarks.records import PASSES, RESULTS, environment, table, write
+from benchmarks.records import MIB, PASSES, RESULTS, environment, table, write
 
 GPU = "cuda:0"
 FOLDER = RESULTS / "gpu"
@@ -61,6 +62,7 @@ class Slice(NamedTuple):
         shown: its key figures, of its result
         peers: whether it takes peers, the original among them
         environment: variables that it is given beside the usual ones
+        needs: packages that it cannot do without
     """
 
     name: str
@@ -71,6 +73,7 @@ class Slice(NamedTuple):
     shown: Callable[[dict[str, Any]], str]
     peers: bool = True
     environment: Mapping[str, str] = MappingProxyType({})
+    needs: tuple[str, ...] = ()
 
 
 # ---- The figures that stand for a result.
@@ -108,6 +111,11 @@ def _timeline(result: dict[str, Any]) -> str:
     return f"recording adds at most {added:.1%} of runs of a millisecond"
 
 
+def _ablation(result: dict[str, Any]) -> str:
+    ways = [row for row in result["rows"] if "dependency" in row]
+    return "over none, " + "; ".join(f"{row['experiment']}: {row['over none']['median']:.2f}" for row in ways[1:])
+
+
 def _speed(result: dict[str, Any]) -> str:
     told = []
     for row in result["rows"]:
@@ -137,11 +145,29 @@ def _host(result: dict[str, Any]) -> str:
     return "host time of a step over forward and backward, " + ", ".join(told)
 
 
+def _capacity(result: dict[str, Any]) -> str:
+    best: dict[str, float] = {}
+    for row in result["largest"]:
+        if row["fits"]:
+            best[f"{row['model']} {row['experiment']} {row['peer']}"] = row["parameters"] / 1e6
+    return "millions of parameters, " + "; ".join(f"{name}: {count:.3g}" for name, count in best.items())
+
+
+def _growth(result: dict[str, Any]) -> str:
+    rows = [row for row in result["growth"] if row["mode"] == "always" and row["axis"] == "m"]
+    last = max(rows, key=lambda row: row["m"])
+    peers = [peer for peer in ("ours", "original", "plain") if "activations" in last.get(peer, {})]
+    sizes = [f"{peer} {max(last[peer]['activations']) / MIB:.0f}" for peer in peers]
+    return f"activations in {last['m']} micro-batches, all checkpointed, {', '.join(sizes)} MiB"
+
+
 ON = f"--device {GPU}"
 AT = f"--size gpu --devices {GPU}"
-MODELS = "--models resnet101 unet gpt gpt-tiny mlp-tiny"
+BOTH = f"--size gpu --devices {GPU} cpu {GPU} --balance 3 1 4 --turns 5"
+MODELS, AMOEBANET = "--models resnet101 unet gpt gpt-tiny mlp-tiny", "--models amoebanetd"
 TESTS = " ".join(f"tests/{name}test_cuda.py" for name in ("", "frames/", "balancing/planning/"))
-SMALL = "--models mlp --chunks 2 --shrink 64"
+SMALL, UNET = "--models mlp --chunks 2 --shrink 64", "--models unet"
+CAPACITY, GROWTH, LARGEST = "memory --only capacity", "--questions growth", "--questions largest --partitions 1"
 # A launch takes the host so long that fewer cells tell as much.
 # 1F1B wants each device once.
 HOST = "--shape 2 32 --steps 1"
@@ -154,9 +180,16 @@ SLICES = (
         environment=SMALL_WORKSPACES
     ),
     Slice("timeline", "host_time --only timeline", f"{ON} --turns 3", FEW, 120, _timeline, False),
+    # The example that its model is from needs these packages.
+    Slice("ablation", "mechanisms", BOTH, f"{FEW} --devices cpu --balance 2 2 2 2", 150, _ablation, False)._replace(
+        needs=("matplotlib", "tqdm")
+    ),
     Slice("speed", "training --only speed", f"{AT} {MODELS}", f"{FEW} {CPU} --models mlp-tiny", 560, _speed),
     Slice("step", "training --only step", f"{ON} --turns 3 --steps 5", f"{FEW} {SMALL}", 200, _step, False),
     Slice("host", "host_time --only step", f"{ON} --turns 3 {HOST}", f"{FEW} --shape 2 2", 120, _host, False),
+    Slice("growth", CAPACITY, f"{AT} {GROWTH} --partitions 1 4", f"{CPU} {GROWTH} --chunks 2", 200, _growth),
+    Slice("capacity", CAPACITY, f"{AT} {LARGEST} --limit 22.4", f"{CPU} {LARGEST} --limit 4.5 {UNET}", 400, _capacity),
+    Slice("amoebanet", "training --only speed", f"{AT} {AMOEBANET}", f"{FEW} {CPU} {AMOEBANET}", 250, _speed),
 )
 
 
@@ -177,10 +210,14 @@ def run(
     """Run a slice; write and return its outcome."""
     path = folder / f"{slice_.name}.json"
     path.unlink(missing_ok=True)
+    missing = [name for name in slice_.needs if find_spec(name) is None]
     clock = Budget()
-    outcome = watch(
-        command(slice_, path, limit, dry, original), folder / f"{slice_.name}.log", limit, slice_.environment
-    )
+    if missing:
+        outcome = f"failed, for it needs {' and '.join(missing)}"
+    else:
+        outcome = watch(
+            command(slice_, path, limit, dry, original), folder / f"{slice_.name}.log", limit, slice_.environment
+        )
     result = json.loads(path.read_text()) if path.is_file() else None
     done = {
         "slice": slice_.name,

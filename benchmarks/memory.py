@@ -1,4 +1,4 @@
-"""Peak memory of a step: ours beside the original and the plain model; and what skips copy.
+"""Peak memory of a step: ours beside the original and the plain model; the largest model; and what skips copy.
 
 Checkpointing is done for memory alone, so every byte that a pipeline keeps too long undoes it. The bytes of all tensors
 alive are counted, not those of the process, above the level at rest (`allocations.py` says how); the same number comes
@@ -8,6 +8,7 @@ out every time, which the result records.
                 what a pipeline keeps of a micro-batch: with checkpointing little more than the activations at the
                 partitions' ends
     random      the same of random models (`random_models.py`), in which parameters are little or most of the memory
+    capacity    the largest model that fits, and what the peak depends on (`memory_capacity.py`)
     copies      the bytes of a U-Net's skips between devices, through portals and in tuples (`memory_copies.py`)
 
 What each device saves for backward under each schedule is a part of `schedules.py`.
@@ -15,6 +16,8 @@ What each device saves for backward under each schedule is a part of `schedules.
     python -m benchmarks.memory                          # peaks: a minute
     python -m benchmarks.memory --size full              # wide models too; m = 4, 8, 16, 32; n = 2, 4, 8; workers
     python -m benchmarks.memory --size full --device cuda:0
+    python -m benchmarks.memory --only capacity          # some minutes
+    python -m benchmarks.memory --only capacity --size paper --limit 22.4    # on GPUs, as many GiB as a Tesla P40 has
     python -m benchmarks.memory --only random --seeds 200 400                # other models than the first 200
     python -m benchmarks.memory --only copies                                # seconds
 """
@@ -27,7 +30,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from benchmarks import memory_copies
+from benchmarks import memory_capacity, memory_copies
 from benchmarks.cost import MODES
 from benchmarks.memory_steps import LAYERS, MODELS
 from benchmarks.peers import PEERS, Answer, Request, running
@@ -207,6 +210,15 @@ PARTS = {
         {"ours/original": random_memory},
         cpu=True,
     ),
+    "capacity": Part(
+        "capacity",
+        memory_capacity.measure,
+        {
+            "the largest model that fits": memory_capacity.capacity,
+            "resnet101: activations at the peak": memory_capacity.capacity_growth,
+        },
+        memory_capacity.notes,
+    ),
     "copies": Part(
         "skips",
         memory_copies.measure,
@@ -216,12 +228,17 @@ PARTS = {
 
 
 def main() -> None:
-    sizes: Any = {"sizes": ("small", "full"), "peers": PEERS}
-    program = Program("memory", __doc__, PARTS, ("peaks",), device=True, devices=True, seconds="peak", **sizes)
-    program.add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of peaks")
+    models = [*MODELS, *memory_capacity.LADDERS["small"]]
+    choices: Any = {"sizes": ("small", "full", "gpu", "paper"), "peers": PEERS}
+    program = Program("memory", __doc__, PARTS, ("peaks",), device=True, devices=True, seconds="peak", **choices)
+    program.add("--models", nargs="+", choices=models, default=models, help="of peaks and capacity")
     program.add("--steps", type=int, default=3, help="of peaks; the largest figure is kept")
     program.add("--scale", type=int, default=1, help="how many times the usual rows of a micro-batch, of peaks")
     program.add("--seeds", nargs=2, type=int, default=[0, 200], metavar=("FIRST", "END"), help="of random")
+    program.add("--questions", nargs="+", choices=memory_capacity.QUESTIONS, default=list(memory_capacity.QUESTIONS))
+    program.add("--partitions", nargs="+", type=int, help="n, of capacity: 1, 2, 4 and 8, as far as there are GPUs")
+    program.add("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the growth of capacity")
+    program.add("--limit", type=float, help="of capacity: MiB a partition on the CPU (4), GiB a device on GPUs (all)")
     program.add("--unet", nargs=4, type=int, default=[4, 16, 128, 8], metavar=("DEPTH", "WIDTH", "SIZE", "BATCH"))
     program.run()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.allocations import peak_of, reports
+from benchmarks.allocations import peaks_of, reports
 from benchmarks.peers import Answer, Request, pipeline, serve
 from benchmarks.random_models import random_model
 
@@ -88,7 +88,7 @@ def answer(peer: str, request: Request) -> Answer:
     for _ in range(request["steps"]):
         if not request["accumulate"]:
             layers.zero_grad(set_to_none=True)
-        peaks.append(peak_of(step, device))
+        peaks += peaks_of(step, [device])
     return {"peak": max(peaks), "same_each_step": len(set(peaks)) == 1}
 
 

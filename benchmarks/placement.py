@@ -1,8 +1,8 @@
-"""Which device each partition is on."""
+"""Which device each partition is on, and which layers it has."""
 
 from __future__ import annotations
 
-__all__ = ["placed", "threaded"]
+__all__ = ["even", "placed", "threaded"]
 
 
 def placed(devices: list[str], n: int) -> list[str]:
@@ -22,3 +22,8 @@ def threaded(peer: str, threads: str, n: int, device: str = "cpu") -> list[str]:
         return [f"cpu:{j}" for j in range(n)]
     in_turn = [device, "cpu"] if threads == "workers" and peer != "plain" else [device]
     return [in_turn[j % len(in_turn)] for j in range(n)]
+
+
+def even(layers: int, n: int) -> list[int]:
+    """Return a balance that gives each partition as many layers as the others, or one more."""
+    return [layers * (j + 1) // n - layers * j // n for j in range(n)]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "GIB",
     "KIB",
     "MIB",
     "PASSES",
@@ -47,7 +48,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 #: The passes of a step, as they are timed.
 PASSES = ("forward", "backward")
 
-KIB, MIB = 2**10, 2**20
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def named_way(way: str) -> str:

@@ -17,16 +17,21 @@ from benchmarks import (
     batch_norm,
     host_time,
     host_timeline,
+    mechanisms,
     memory,
+    memory_capacity,
     peers,
     plan,
     plan_models,
     program,
+    published_memory,
     pytorch_pipelines,
     schedules,
+    tasks,
     training_cores,
     training_steps,
 )
+from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
 from torchgpipe.schedule import NAMES
 
@@ -86,6 +91,14 @@ TINY = [
     ("memory", "peaks", "--steps 1 --models mlp --peers ours plain", "| mlp   | present   | always "),
     ("memory", "random", "--seeds 1 3", "at most 1.001"),
     ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "tuples / portals"),
+    (
+        "memory",
+        "capacity",
+        "--models unet --partitions 1 2 --chunks 2 --limit 1.2 --peers plain ours --devices cpu",
+        "| pipeline-2 ",
+    ),
+    ("published", "memory", "", "| unet (1, 2) | pipeline-2 |"),
+    ("mechanisms", "mechanisms", "--turns 1 --steps 1 --devices cpu", "| all, and deferred batch norms "),
     ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half "),
     ("schedules", "pipelined_sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| 1F1B "),
     ("schedules", "activations", "--micro-batches 5 --steps 1", "| ZeroBubble "),
@@ -96,6 +109,7 @@ TINY = [
     ("training", "speed", "--models gpt --partitions 1 2 --checkpoint never --peers plain ours", "pipeline-2"),
     ("training", "step", "--models gpt --chunks 2 --shrink 16", "| 1F1B over Schedule1F1B, "),
     ("training", "pipelined", "--shrink 64", "over naive placement"),
+    ("training", "accuracy", "--batches 512 --epochs 1 --seeds 2 --devices cpu", "| pipeline-512 "),
     ("plan", "prediction", "--seeds 1", "| predicted / measured step, off 1 in the median "),
     ("batch_norm", "batch_norm", "--pairs 1 --turns 1 --peers ours", "ours in forward: at most"),
 ]
@@ -117,8 +131,19 @@ def test_every_part_of_every_program_runs(
 ) -> None:
     if (name, part) == ("training", "pipelined"):
         pytest.importorskip("transformers", reason="it trains GPT-2")
+    if part == "accuracy":
+        pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+    if name == "mechanisms":
+        pytest.importorskip("matplotlib", reason="the example that its model is from draws")
+        pytest.importorskip("tqdm")
+    ladder = memory_capacity.Ladder((1,), [(1, 4), (1, 16), (1, 128)], (3, 4, 4), 2, 2)
+    monkeypatch.setitem(memory_capacity.LADDERS["small"], "unet", ladder)
+    monkeypatch.setitem(tasks.TASKS["small"], "resnet101", tasks.Task(lambda: gpt(64, 1, 1, 2, 2), (2,), 2, 2))
+    monkeypatch.setitem(mechanisms.TASKS, "small", mechanisms.Task(1, 2, 4, 4, 2, 2))
+    tiny_unet = published_memory.Experiment("pipeline-2", "unet", (1, 2), [25, 40], published_memory.Published("1M"))
+    monkeypatch.setattr(published_memory, "EXPERIMENTS", [tiny_unet])
     monkeypatch.setattr(pytorch_pipelines, "answer", micro_batches)  # Its processes take ten seconds to start.
-    for module in (host_time, host_timeline, memory):
+    for module in (host_time, host_timeline, memory, memory_capacity):
         monkeypatch.setattr(module, "MODES", ("always",))
     monkeypatch.setattr(host_time, "SEVERAL", (12,))
     monkeypatch.setattr(host_timeline, "PAIRS", 1)

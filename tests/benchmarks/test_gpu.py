@@ -30,12 +30,13 @@ def test_a_slice_that_fails_or_hangs_keeps_no_other_from_running(
     scripts = {"hangs": HANGS, "fails": "raise SystemExit('no luck')", "silent": "", "passes": WRITES}
     slices = [gpu.Slice(name, "none", "", "", 5.0, lambda result: result["told"], peers=False) for name in scripts]
     slices[0] = slices[0]._replace(limit=1.0)
-    monkeypatch.setattr(gpu, "SLICES", tuple(slices))
+    needy = gpu.Slice("needs", "none", "", "", 5.0, str, needs=("no_such_package",), peers=False)
+    monkeypatch.setattr(gpu, "SLICES", (*slices, needy))
     started = []
 
     def command(one: gpu.Slice, path: Path, *_: object) -> list[str]:
         started.append(one.name)
-        return [sys.executable, "-c", scripts[one.name], str(path)]
+        return [sys.executable, "-c", scripts.get(one.name, ""), str(path)]
 
     monkeypatch.setattr(gpu, "command", command)
     args = Namespace(only=[one.name for one in gpu.SLICES], again=False, limit=60.0, dry_run=False)
@@ -46,6 +47,7 @@ def test_a_slice_that_fails_or_hangs_keeps_no_other_from_running(
         "fails": "failed with 1",
         "silent": "failed, for there is no result",
         "passes": "passed",
+        "needs": "failed, for it needs no_such_package",
     }
     with (tmp_path / "hangs.json.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # The slice's child inherited this lock.

@@ -9,7 +9,9 @@ import torch
 
 from benchmarks import plan, schedules
 from benchmarks.cost import ideal_speed_up
-from benchmarks.peers import Request
+from benchmarks.mechanisms import places
+from benchmarks.memory_footprint import MAKERS
+from benchmarks.peers import Peer, Request
 from benchmarks.pytorch_pipelines import answer as pytorch_answer
 from benchmarks.records import spread
 from benchmarks.schedules import NAMES, WAYS
@@ -36,7 +38,31 @@ def test_the_ideal_is_the_clocks_in_which_a_device_works() -> None:
     assert ideal_speed_up(2, 10**6, "never") == pytest.approx(2)
 
 
+def test_cpus_are_numbered_where_copies_are_measured() -> None:
+    assert places(["cpu"], 2) == ["cpu:0", "cpu:1"], "each partition has a device to copy to"
+    assert places(["cuda:0", "cpu"], 2) == ["cuda:0", "cpu"]
+
+
 # ---- Memory.
+
+
+def test_a_footprint_is_the_model_and_what_the_step_needs_beside_it() -> None:
+    """It is counted in a process that does nothing else."""
+    shape = {"kind": "footprint", "model": "gpt", "args": [64, 4, 2, 16, 16], "sample": [16], "batch": 32, "m": 8}
+    asked = {**shape, "balance": [6, 5], "devices": ["cpu", "cpu"]}
+    with Peer("ours", "memory_footprint.py") as peer:
+        always, never = (peer.ask({**asked, "mode": mode}) for mode in ("always", "never"))
+        again = peer.ask({**asked, "mode": "always"})
+    with torch.device("meta"):
+        parameters = list(MAKERS["gpt"](64, 4, 2, 16, 16).parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    assert always["parameters"] == count
+    # Memory holds each parameter, its gradient and RMSprop's mean, and one number per parameter: RMSprop's step count.
+    assert always["kept"] == never["kept"] == [3 * 4 * count + 4 * len(parameters)]
+    for answer in (always, never):
+        assert answer["peak"] == [answer["kept"][0] + answer["activations"][0]]
+    assert always["activations"][0] < never["activations"][0] / 2
+    assert again == always
 
 
 @pytest.mark.parametrize(
