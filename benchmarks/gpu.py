@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.peers import CHECKOUT, Peer, install
 from benchmarks.program import Budget
-from benchmarks.records import MIB, PASSES, RESULTS, environment, table, write
+from benchmarks.records import MIB, PASSES, RESULTS, environment, table, table_of, write
 
 GPU = "cuda:0"
 FOLDER = RESULTS / "gpu"
@@ -287,6 +287,30 @@ def gpu_table(folder: Path = FOLDER) -> str:
             on = f"{', '.join(about['gpus']) or 'CPU'}, PyTorch {about['torch']}"
             rows.append([slice_.name, done["outcome"], f"{done['seconds']:.0f}", on, figures(slice_, done)])
     return table(rows, ["slice", "outcome", "seconds", "on", "key figures"])
+
+
+def gpu_speed(folder: Path = FOLDER) -> str:
+    """Return a table of the speed of each model on one GPU: over the plain model, and over the original.
+
+    Raises:
+        FileNotFoundError: the slice has not been run.
+    """
+    done = read(folder, "speed")
+    if done is None:
+        raise FileNotFoundError(f"speed.json is not in {folder}")
+    rows = done["result"]["rows"]
+    split = {row["model"]: row["plain"]["speed-up"] for row in rows if row["experiment"] == "micro-batches"}
+
+    def median(figures: dict[str, float] | None) -> str:
+        return "-" if figures is None else f"{figures['median']:.2f}"
+
+    columns = {
+        **{"model": "model", "checkpoint": "mode", "micro-batches": "m", "recomputation allows": "ideal:.2f"},
+        "over the plain model": lambda row: median(row["ours"]["speed-up"]),
+        "the plain model in micro-batches": lambda row: median(split[row["model"]]),
+        "over torchgpipe 0.0.7": lambda row: median(row["ours"].get("over original")),
+    }
+    return table_of([row for row in rows if row["experiment"] == "pipeline-1" and row["mode"] != "always"], columns)
 
 
 # ---- What this machine has.

@@ -179,12 +179,14 @@ def capacity(result: dict[str, Any]) -> str:
         if row["fits"] or key not in largest_of:
             largest_of[key] = row
     lines: list[list[str]] = []
-    for (model, experiment, peer), row in largest_of.items():
+    for (model, experiment, peer), row in sorted(
+        largest_of.items(), key=lambda entry: (entry[0][0], entry[0][2] != "plain")
+    ):
         lines.append([model, experiment, peer, *["none", "-", "-", "-", "-"]])
         if row["fits"]:
             sums = (f"{sum(row[part]) / unit:.2f}" for part in ("kept", "activations"))
             peaks = ", ".join(f"{peak / unit:.2f}" for peak in row["peak"])
-            lines[-1][3:] = ["({}, {})".format(*row["size"]), f"{row['parameters'] / 1e6:.2f}", *sums, peaks]
+            lines[-1][3:] = ["({}, {})".format(*row["size"]), f"{row['parameters'] / 1e6:.3g}", *sums, peaks]
     header = ["model", "experiment", "peer", "largest", "parameters, M", f"model, {name}", f"activations, {name}"]
     return table(lines, [*header, f"peak of each memory, {name}"])
 

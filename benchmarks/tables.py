@@ -19,9 +19,11 @@ from benchmarks import (
     batch_norm,
     distributed,
     host_time,
+    mechanisms,
     memory,
     offload,
     plan,
+    published,
     schedules,
     simulated_gpus,
     training,
@@ -29,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.campaigns import faults, packages, robustness
 from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
-from benchmarks.gpu import gpu_table
+from benchmarks.gpu import gpu_speed, gpu_table
 from benchmarks.program import Part
 from benchmarks.records import MIB, PASSES, RESULTS, aims_table, table
 
@@ -39,8 +41,8 @@ RESULTS_PAGE = RESULTS / "README.md"
 
 #: Whose parts have tables.
 BENCHMARKS = (
-    *(balance, batch_norm, distributed, host_time, memory, offload, plan, schedules, simulated_gpus, training, windows),
-    *(faults, packages, robustness),
+    *(balance, batch_norm, distributed, host_time, mechanisms, memory, offload, plan, published, schedules),
+    *(simulated_gpus, training, windows, faults, packages, robustness),
 )
 
 
@@ -126,7 +128,7 @@ TABLES |= {
     table_of_models.__name__: _whole("architectures", table_of_models)
     for table_of_models in (architectures, supported_models, unsupported_models)
 }
-TABLES |= {"robustness": _whole("robustness", robustness.robustness), "gpu": gpu_table}
+TABLES |= {"robustness": _whole("robustness", robustness.robustness), "gpu": gpu_table, "gpu_speed": gpu_speed}
 TABLES |= {"summary": summary}
 
 
