@@ -109,7 +109,7 @@ TINY = [
     ("training", "speed", "--models gpt --partitions 1 2 --checkpoint never --peers plain ours", "pipeline-2"),
     ("training", "step", "--models gpt --chunks 2 --shrink 16", "| 1F1B over Schedule1F1B, "),
     ("training", "pipelined", "--shrink 64", "over naive placement"),
-    ("training", "accuracy", "--batches 512 --epochs 1 --seeds 2 --devices cpu", "| pipeline-512 "),
+    ("training", "accuracy", "--batches 512 --epochs 1 --seeds 1 --devices cpu", "| pipeline-512 "),
     ("plan", "prediction", "--seeds 1", "| predicted / measured step, off 1 in the median "),
     ("batch_norm", "batch_norm", "--pairs 1 --turns 1 --peers ours", "ours in forward: at most"),
 ]
