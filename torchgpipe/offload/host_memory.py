@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -127,7 +127,8 @@ class HostMemory:
 
     def alias(self, parameter: Tensor, device: torch.device, j: int) -> tuple[Tensor, FrozenCopy | None]:
         """Return a tensor like a parameter on a device: without memory, or that of a frozen copy."""
-        keeps = device in self._keeping and not parameter.requires_grad
+        # A tensor of inference mode has no version, so nothing would tell that it has changed.
+        keeps = device in self._keeping and not parameter.requires_grad and not parameter.is_inference()
         frozen = self._frozen.get(parameter, {}).get(j)
         if keeps and frozen is not None and frozen.fits(parameter, device):
             return frozen.values, frozen
@@ -200,8 +201,7 @@ class FrozenCopy:
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self.values, self.device = values, device
-        self._seen: tuple[int, int] | None = None
-        self._some = values
+        self._seen: tuple[object, ...] | None = None
 
     def fits(self, parameter: Tensor, device: torch.device) -> bool:
         """Return whether a parameter has room here as it is."""
@@ -214,19 +214,20 @@ class FrozenCopy:
         self._seen = None
 
     def is_of(self, parameter: Tensor) -> bool:
-        """Return whether the parameter is as it was noted."""
-        seen, some = self._state(parameter)
-        return seen == self._seen and torch.equal(some, self._some)
+        """Return whether the parameter is as it was noted, by its memory and version."""
+        return self._seen == _state(parameter)
 
     def note(self, parameter: Tensor) -> None:
         """Note what the parameter is."""
-        self._seen, some = self._state(parameter)
-        self._some = some.clone()
+        self._seen = _state(parameter)
 
-    def _state(self, parameter: Tensor) -> tuple[tuple[int, int], Tensor]:
-        # Adapters are merged by a change of `.data`, which leaves the version as it is. A few elements tell.
-        some = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // 16)]
-        return (versions([parameter])[0], parameter.data_ptr()), some
+
+def _state(parameter: Tensor) -> tuple[object, ...]:
+    """Return what tells whether a parameter has changed: its memory, its place there, and its version.
+
+    An address is not enough: memory that takes the place of another may have got that of one before it.
+    """
+    return weakref.ref(parameter.untyped_storage()), parameter.storage_offset(), versions([parameter])[0]
 
 
 class _Pins:
@@ -247,7 +248,7 @@ class _Pins:
             if address in self._known:
                 return
             self._known.add(address)
-            finalize(storage, self._known.discard, address)
+            weakref.finalize(storage, self._known.discard, address)
             if tensor.is_pinned():
                 return
             if self._left is None:  # Windows has no `sysconf`, so `pin` must say how much.
@@ -258,7 +259,7 @@ class _Pins:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if int(runtime.cudaHostRegister(address, bytes, 0)) == 0:
                 self._left -= bytes
-                finalize(storage, self._unpin, runtime, address, bytes)
+                weakref.finalize(storage, self._unpin, runtime, address, bytes)
             else:
                 # The memory works without. But CUDA keeps the error, and the next launch of this thread would raise it.
                 with suppress(RuntimeError):
