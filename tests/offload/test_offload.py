@@ -456,6 +456,20 @@ def test_nothing_of_a_mini_batch_keeps_a_deleted_model(how: str) -> None:
     assert alive() is None
 
 
+@pytest.mark.parametrize("front", ["pipelined", "GPipe"])
+def test_sparse_gradients_go_down_as_they_are(front: str) -> None:
+    """Their bytes were counted as those of a dense tensor: 'nbytes is not defined for sparse tensors'."""
+    model = Model()
+    model.embed.sparse = True
+    models, (ids, target) = pair(model, ["cpu:0", "cpu:1"], front), data()
+    for one in models:
+        once(one, ids, target, "step")
+        once(one, ids, target, "step")
+    ours, theirs = ([grad.to_dense() for grad in gradients(one) if grad is not None] for one in models)
+    assert equal(ours, theirs)
+    assert {grad.layout for grad in gradients(models[0]) if grad is not None} == {torch.strided, torch.sparse_coo}
+
+
 def changed_unseen(weight: nn.Parameter) -> None:
     """Change one row, which no version counts, and say so. Sixteen elements used to tell, and these were others."""
     weight.data[1:2] = 0

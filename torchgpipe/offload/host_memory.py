@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe.devices.memory import memory_in_use
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import versions
+from torchgpipe.devices.torch_internals import memory_of, versions
 from torchgpipe.offload.verify import Pin, Slots, each_device
 
 __all__ = ["FrozenCopy", "HostMemory"]
@@ -181,7 +181,7 @@ class HostMemory:
     def download(self, grad: Tensor, stream: Stream) -> Tensor:
         """Return a gradient in host memory; it has arrived when ``stream``, which is the current one, is through."""
         with self._lock:
-            self.bytes_down += grad.nbytes
+            self.bytes_down += memory_of(grad).nbytes()
         if grad.device.type == "cpu":
             return grad
         if grad.layout is not torch.strided:
