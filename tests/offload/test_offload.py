@@ -712,19 +712,12 @@ def with_a_thief() -> Any:
     return model
 
 
-def uses_in_glue(self: Any, x: Tensor) -> Tensor:
-    kept = self.layers[0].weight.t()
-    product: Tensor = Chain.forward(self, x) @ kept
-    return product
-
-
 def returns(self: Any, x: Tensor) -> Any:
     return Chain.forward(self, x), self.layers[3].weight
 
 
 STOLEN: dict[str, tuple[Callable[[], Any], str]] = {
     "module": (with_a_thief, "uses the weight 'bias' of a Linear"),
-    "glue": (lambda: chain(uses_in_glue), "uses the weight 'weight' of a Linear"),
     "output": (lambda: chain(returns), "returns the weight 'weight' of a Linear"),
 }
 
@@ -743,6 +736,33 @@ def test_a_weight_outside_of_its_partition_is_refused(devices: Devices, way: str
 def halves(model: nn.Module, devices: list[str], **options: Any) -> Any:
     options |= {"chunks": 2, "partitions": 2, "checkpoint": False}
     return torchgpipe.pipelined(model, torch.randn(2, 4), devices=devices, offload=True, **options)
+
+
+def uses_views(self: Any, x: Tensor) -> Tensor:
+    """Take views of weights in the first partition, and use them in the last."""
+    first, frozen = self.layers[0].weight, self.layers[1].bias
+    turned, part, constant = first.t(), first[1:3, ::2].unsqueeze(0), first.detach().view(-1)[2:6]
+    x = Chain.forward(self, x) @ turned
+    return (x[:, None, :2] * part).flatten(1) * constant + frozen.expand(2, 4)[1]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_view_of_a_weight_may_be_used_in_any_partition(devices: Devices, checkpoint: bool) -> None:
+    """It was refused, for its memory leaves with its partition: 'which is not on the device then'."""
+    plain = chain(uses_views).double()
+    plain.layers[1].bias.requires_grad_(False)
+    options: Any = {"devices": devices(2), "verify": True, "checkpoint": checkpoint, "offload": True}
+    x, options["loss_fn"] = torch.randn(4, 4, dtype=torch.float64), lambda y, _: y.square().mean()
+    model: Any = torchgpipe.pipelined(copy.deepcopy(plain), x[:2], chunks=2, partitions=4, **options)
+    for how in ("step", "backward"):
+        for rows in x.chunk(2):
+            (plain(rows).square().mean() / 2).backward()
+        _ = model.step(x, target=x) if how == "step" else model(x).square().mean().backward()
+        for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
+        assert is_empty(model)
+    with torch.no_grad():
+        assert equal([*model(x).chunk(2)], [plain(rows) for rows in x.chunk(2)])
 
 
 def test_a_weight_that_forward_changes_is_refused(devices: Devices) -> None:

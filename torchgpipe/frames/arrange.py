@@ -63,15 +63,14 @@ def arrange(
     traces = studied.traces
     if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    offloads = settings.get("offload") is not None
-    spine = find_spine(module, traces[0], len(devices), begins, keeps_weights=offloads)
+    spine = find_spine(module, traces[0], len(devices), begins)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)
     for part, *seconds in zip(spine, *[_seconds(spine, traced) for traced in traces]):
         part.seconds = min(seconds)
     if len(spine) < n:
-        raise ValueError(_too_short(spine, n, offloads=offloads))
+        raise ValueError(_too_short(spine, n))
     counts = _counts(module, spine, n, balance)
     if processes is not None:  # Which measure other times.
         counts = processes.agreed(counts, [part.name for part in spine])
@@ -109,7 +108,7 @@ def _seconds(spine: list[Part], traced: Trace) -> list[float]:
     return seconds
 
 
-def _too_short(spine: list[Part], n: int, *, offloads: bool) -> str:
+def _too_short(spine: list[Part], n: int) -> str:
     if not spine:
         return (
             "there is nothing to split: the model is a single layer, or calls no module with parameters but within a "
@@ -117,7 +116,7 @@ def _too_short(spine: list[Part], n: int, *, offloads: bool) -> str:
         )
     names = ", ".join([f"'{part.name}'" for part in spine])
     largest = max(spine, key=lambda part: part.parameters)
-    why = "which cannot be opened" + ", as a module with parameters of its own stays in one piece" * offloads
+    why = "which cannot be opened"
     if largest.again:
         why = (
             f"whose modules cannot be kept apart, as '{largest.again}' is called again after others, and has more than "

@@ -122,11 +122,10 @@ class Imports:
                 return self.import_tensor(known.result)
             if known.column == column:
                 return known.result
+        alias = self._aliases.at(tensor, column)
+        if alias is not None:
+            return alias
         node = tensor.grad_fn
-        if node is None:
-            alias = self._aliases.at(tensor, column)
-            if alias is not None:
-                return alias
         # A leaf may require grad: the model keeps it, or a library wants it of what a frozen layer returns.
         home = column if node is None else self._home(node)
         if home == column or (records and not self._cells):

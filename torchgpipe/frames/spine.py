@@ -298,9 +298,7 @@ def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             replace_call(module, call_before)
 
 
-def find_spine(
-    module: nn.Module, traced: Trace, n: int, opened: list[str], *, keeps_weights: bool = False
-) -> list[Part]:
+def find_spine(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
     """Return the spine.
 
     Args:
@@ -308,16 +306,15 @@ def find_spine(
         traced: what a run has shown
         n: the number of partitions, which the spine should be fine enough for
         opened: names of modules at which a partition should begin
-        keeps_weights: whether a module with parameters of its own stays in one piece: only one partition has them
     """
-    return _Spine(module, traced, n, keeps_weights=keeps_weights).parts(opened)
+    return _Spine(module, traced, n).parts(opened)
 
 
 class _Spine:
     """The search for the spine. Modules go by their names."""
 
-    def __init__(self, module: nn.Module, traced: Trace, n: int, *, keeps_weights: bool) -> None:
-        self._n, self._keeps_weights = n, keeps_weights
+    def __init__(self, module: nn.Module, traced: Trace, n: int) -> None:
+        self._n = n
         self._modules = dict(module.named_modules())
         names = {child: name for name, child in self._modules.items()}
         self._elements = {
@@ -364,8 +361,7 @@ class _Spine:
 
     def _inner(self, name: str) -> list[str]:
         """Return the modules with parameters that a module calls itself; calls through modules without them count."""
-        owns = any([parameter is not None for parameter in self._modules[name]._parameters.values()])
-        if name in self._recursive or (name and owns and self._keeps_weights):
+        if name in self._recursive:
             return []
         result: dict[str, None] = {}
         pending = [inner for call in self._calls[name] for inner in call.inner]

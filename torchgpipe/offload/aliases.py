@@ -52,8 +52,8 @@ class OffloadedAliases(Aliases):
     ) -> None:
         self.host_memory = host_memory
         host_memory.streams = streams or host_memory.streams
-        #: By the key of the storage of an alias: its partition, and the name of its parameter, for errors.
-        self._places: dict[int, tuple[int, str]] = {}
+        #: By the key of the storage of an alias: its partition, and the alias.
+        self._places: dict[int, tuple[int, Tensor]] = {}
         self._names: dict[Tensor, str] = {}
         #: What an alias was made with. The forward may give the alias other memory, packed for this device.
         self._memory: dict[Tensor, Tensor] = {}
@@ -75,7 +75,8 @@ class OffloadedAliases(Aliases):
             self._frozen[alias] = frozen
         if not name:  # The model uses it outside of its module, while partition j is resident.
             self._fill(alias, parameter, j)
-        self._places[storage_key(alias)] = j, self._names.setdefault(parameter, name)
+        self._names.setdefault(parameter, name)
+        self._places[storage_key(alias)] = j, alias
         return alias
 
     def _attributes(self, parameter: Tensor, alias: Tensor, j: int, name: str) -> dict[str, Any]:
@@ -88,6 +89,16 @@ class OffloadedAliases(Aliases):
 
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
         return sum_of(self._downloaded.pop(alias, None), super()._take_from(alias, parameter))
+
+    def at(self, tensor: Tensor, j: int) -> Tensor | None:
+        """Return the alias in partition ``j`` of a parameter, or the same view of it, given a view of an alias."""
+        known = super().at(tensor, j)
+        column, alias = self._places.get(storage_key(tensor), (j, tensor))
+        if known is not None or column == j or tensor.dtype != alias.dtype or tensor.is_conj() or tensor.is_neg():
+            return known
+        # The memory of the view leaves with its partition. Views change shapes only, so the same elements are in both.
+        view = self.make(alias, j).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return view if tensor.requires_grad else view.detach()
 
     def upload(self, columns: Sequence[int], heard: Heard = unheard) -> Mark:
         """Begin the upload of the weights of columns on one device, and return the mark of its end.
@@ -168,7 +179,7 @@ class OffloadedAliases(Aliases):
 
     def column_of(self, tensor: Tensor) -> int | None:
         """Return the partition of an alias, or of a view of it; None for other tensors."""
-        return self._places.get(storage_key(tensor), (None, ""))[0]
+        return self._places.get(storage_key(tensor), (None,))[0]
 
     def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
         """Check that a tensor has memory while partition ``j`` is resident.
@@ -184,9 +195,9 @@ class OffloadedAliases(Aliases):
             )
         if place is not None and place[0] != j:
             raise RuntimeError(
-                f"{user} in partition {j} uses the weight {place[1]} in partition {place[0]}, or a view of it, which "
-                "is not on the device then; pass on a copy (weight.clone()), give a balance that keeps both in one "
-                "partition, or leave out offload"
+                f"{user} in partition {j} uses the weight {self._name(place[1])} in partition {place[0]}, or a view of "
+                "it, which is not on the device then; pass on a copy (weight.clone()), give a balance that keeps both "
+                "in one partition, or leave out offload"
             )
 
     def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
@@ -199,8 +210,8 @@ class OffloadedAliases(Aliases):
             place = None if tensor is None else self._places.get(storage_key(tensor))
             if place is not None:
                 raise RuntimeError(
-                    f"{where} returns the weight {place[1]}, or a view of it, whose memory leaves the device under "
-                    "offload; return a copy (weight.clone())"
+                    f"{where} returns the weight {self._name(place[1])}, or a view of it, whose memory leaves the "
+                    "device under offload; return a copy (weight.clone())"
                 )
 
     def is_frozen(self, tensor: Tensor) -> bool:
@@ -218,9 +229,9 @@ class OffloadedAliases(Aliases):
         if place is not None:
             self.host_memory.forget_frozen()
             raise RuntimeError(
-                f"the forward changes the weight {place[1]} in place, but under offload it is a copy on the device, "
-                "and the change would be lost; change parameters between two calls, such as after optimizer.step(), or "
-                "leave out offload"
+                f"the forward changes the weight {self._name(place[1])} in place, but under offload it is a copy on "
+                "the device, and the change would be lost; change parameters between two calls, such as after "
+                "optimizer.step(), or leave out offload"
             )
 
 
