@@ -425,7 +425,7 @@ def test_what_was_uploaded_and_is_not_needed_is_freed_when_it_has_arrived() -> N
     with late.delays(5000):
         copies.prefetch(actions[8])
         del kept
-        copies.discard(actions[8])
+        copies.end_of(actions[8], stream)
     copies.end()
 
 

@@ -284,13 +284,14 @@ class HostCopies:
             for copy in copies:
                 copy.prefetch()
 
-    def discard(self, action: Action) -> None:
-        """Free what was uploaded for an action that has not needed it."""
+    def end_of(self, action: Action, computing: Stream) -> None:
+        """Free, after an action, what was uploaded for it and not needed, and what was downloaded meanwhile."""
         for copy in self._prefetched.pop(_half(action), ()) if action.kind != "R" else ():
             copy.discard()
+        self.evict(computing)
 
     def evict(self, computing: Stream) -> None:
-        """Free, after an action, the memory of what was downloaded meanwhile."""
+        """Free the memory of what was downloaded during the action before."""
         downloads = self._downloads[computing.device]
         before = downloads.pop(0)
         downloads.append([])

@@ -15,7 +15,6 @@ the process, so the first mini-batch of a kind is watched, operation by operatio
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ from torchgpipe.model.untouched import changes_no_number
 from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.offload.host_copies import Half, HostCopies, HostCopy
 from torchgpipe.schedule import Action
-from torchgpipe.schedule.residency import Stay, residency
+from torchgpipe.schedule.residency import residency
 
 __all__ = ["RESIDENT", "Residence", "on_demand", "residence_of"]
 
@@ -85,27 +84,6 @@ class Residence:
 RESIDENT = Residence()
 
 
-class _Device:
-    """The actions of a device, and the stays that these begin and end.
-
-    Attributes:
-        actions: the actions
-        position: the number of the next action
-        waiting: the stays of weights that have not begun
-        first, last: the stays of weights by their first and last actions
-        down: the stays of gradients by their last actions
-        arrived: for each partition that was uploaded, and not been needed yet, the mark of its upload
-    """
-
-    def __init__(self, actions: Sequence[Action], weights: Sequence[Stay], gradients: Sequence[Stay]) -> None:
-        self.actions, self.position = actions, 0
-        self.waiting = deque(weights)
-        self.first = {stay.first: stay for stay in weights}
-        self.last = {stay.last: stay for stay in weights}
-        self.down = {stay.last: stay for stay in gradients}
-        self.arrived: dict[int, Mark] = {}
-
-
 class HostResidence(Residence):
     """The residence of a mini-batch whose weights live in host memory.
 
@@ -133,8 +111,12 @@ class HostResidence(Residence):
         self._columns: dict[int, list[int]] = {}
         for j, partition in enumerate(partitions):
             self._columns.setdefault(partition, []).append(j)
-        self._on: dict[torch.device, _Device] = {}
         self._copies = HostCopies(aliases, streams, partitions, listener)
+        #: For each partition that was uploaded, and not been needed yet, the mark of its upload.
+        self._arrived: dict[int, Mark] = {}
+        #: What is done before an action, and after it.
+        self._before: dict[Action, list[Callable[[], None]]] = {}
+        self._after: dict[Action, list[Callable[[], None]]] = {}
 
     def begin(self, actions: Sequence[Action]) -> None:
         by_device: dict[torch.device, list[Action]] = {}
@@ -142,53 +124,47 @@ class HostResidence(Residence):
             by_device.setdefault(self._streams[action.j].device, []).append(action)
         program = [[Action(kind, i, self._partitions[j]) for kind, i, j in row] for row in by_device.values()]
         stays = residency(program, [self._aliases.host_memory.slots[device] for device in by_device])
-        self._on = {
-            device: _Device(row, weights, gradients)
-            for (device, row), weights, gradients in zip(by_device.items(), stays.weights, stays.gradients)
-        }
         self._copies.begin(actions)
+        for row, weights, gradients in zip(by_device.values(), stays.weights, stays.gradients):
+            before, after = ([list[Callable[[], None]]() for _ in row] for _ in range(2))
+            for stay in gradients:
+                after[stay.last].append(partial(self._download, stay.j))
+            for stay in weights:
+                after[stay.last].append(partial(self._evict, stay.j))
+            for stay in weights:
+                (before[0] if stay.after < 0 else after[stay.after]).append(partial(self._upload, stay.j))
+            for k, action in enumerate(row):
+                after[k].append(partial(self._copies.end_of, action, self._streams[action.j]))
+                (before[0] if k < 2 else after[k - 2]).append(partial(self._copies.prefetch, action))
+            for stay in weights:
+                before[stay.first].append(partial(self._wait_for, stay.j))
+            self._before.update(zip(row, before))
+            self._after.update(zip(row, after))
 
     def before(self, action: Action) -> None:
-        computing = self._streams[action.j]
-        device = self._on[computing.device]
-        if device.position == 0:
-            self._upload(device, -1)
-            self._prefetch(device, 0)
-            self._prefetch(device, 1)
-        stay = device.first.get(device.position)
-        if stay is not None:
-            computing.wait(device.arrived.pop(stay.j))
+        for run in self._before[action]:
+            run()
 
     def after(self, action: Action) -> None:
-        computing = self._streams[action.j]
-        device = self._on[computing.device]
-        k, device.position = device.position, device.position + 1
-        stay = device.down.get(k)
-        if stay is not None:
-            for j in self._columns[stay.j]:
-                self._aliases.download(j, self._streams[j], self._heard("download", stay.j))
-        stay = device.last.get(k)
-        if stay is not None:
-            # Autocast would keep the casts of weights. It drops those of other partitions, too, and casts these again.
-            torch.clear_autocast_cache()
-            for j in self._columns[stay.j]:
-                self._aliases.verify_untouched(j)
-                self._aliases.evict(j, self._streams[j])
-        self._upload(device, k)
-        self._copies.discard(action)
-        self._copies.evict(computing)
-        self._prefetch(device, k + 2)
+        for run in self._after[action]:
+            run()
 
-    def _upload(self, device: _Device, k: int) -> None:
-        """Begin the uploads that have room after action ``k``."""
-        while device.waiting and device.waiting[0].after <= k:
-            partition = device.waiting.popleft().j
-            columns = self._columns[partition]
-            device.arrived[partition] = self._aliases.upload(columns, self._heard("upload", partition))
+    def _upload(self, partition: int) -> None:
+        self._arrived[partition] = self._aliases.upload(self._columns[partition], self._heard("upload", partition))
 
-    def _prefetch(self, device: _Device, k: int) -> None:
-        if k < len(device.actions):
-            self._copies.prefetch(device.actions[k])
+    def _wait_for(self, partition: int) -> None:
+        self._streams[self._columns[partition][0]].wait(self._arrived.pop(partition))
+
+    def _download(self, partition: int) -> None:
+        for j in self._columns[partition]:
+            self._aliases.download(j, self._streams[j], self._heard("download", partition))
+
+    def _evict(self, partition: int) -> None:
+        # Autocast would keep the casts of weights. It drops those of other partitions, too, and casts these again.
+        torch.clear_autocast_cache()
+        for j in self._columns[partition]:
+            self._aliases.verify_untouched(j)
+            self._aliases.evict(j, self._streams[j])
 
     def _heard(self, kind: Kind, partition: int) -> Heard:
         return partial(recorded, self._listener, kind, NO_MICRO_BATCH, partition, None)
@@ -208,9 +184,11 @@ class HostResidence(Residence):
     def _end(self) -> None:
         for j, stream in enumerate(self._streams):
             self._aliases.evict(j, stream)
-        for device in self._on:
+        for device in {stream.device for stream in self._streams}:
             self._aliases.host_memory.synchronize(device)
         self._copies.end()
+        # They lead back to this object.
+        self._before, self._after = {}, {}
 
 
 def residence_of(
