@@ -160,6 +160,17 @@ def refused() -> None:
     torch.testing.assert_close(model.step(input, target), plain_step(MLP, mlp(), (input, target)))
 
 
+def slices_of_a_mesh() -> None:
+    """Pipelines of two slices of a mesh once met in one group, and waited for each other or raised errors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    for _ in range(1 + mesh.get_local_rank("dp")):  # One slice makes a pipeline more than the other.
+        plain = mlp()
+        model = DistributedGPipe(copy.deepcopy(plain), [3, 3], mesh=mesh["pp"], **MLP.options)
+        torch.testing.assert_close(model.step(*data(8)), plain_step(MLP, plain, data(8)))
+        assert_gradients(model, plain)
+
+
 def of_four() -> None:
     for schedule in ["GPipe", "1f1b"]:
         steps(MLP, schedule, [1, 2, 2, 1])
@@ -169,6 +180,7 @@ def of_four() -> None:
     steps(EVERYTHING, "1F1B", [3, 9], "except_last", deferred=True, replicas=2)
     clipped()
     refused()
+    slices_of_a_mesh()
 
 
 @pytest.mark.parametrize(("n", "cases"), [(2, of_two), (4, of_four)])

@@ -67,6 +67,7 @@ __all__ = [
     "joins_unevenly",
     "keeps_graph",
     "make_wrapper",
+    "named_group",
     "memory_of",
     "next_sequence_number",
     "no_hook",
@@ -657,6 +658,22 @@ def default_store() -> Any:
     passes could take its place.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def named_group(like: Any, name: str, timeout: timedelta, backend: str) -> Any:
+    """Return a new group of the processes of another one, under a name that is the same in all of them.
+
+    A function of PyTorch's own wants all processes of a launch for that, or takes a name from how many groups a process
+    has now. Since 2.0. Groups that the caller makes and passes could take its place.
+    """
+    c10d = torch.distributed.distributed_c10d
+    ranks = c10d.get_process_group_ranks(like)
+    rank = ranks.index(c10d.get_rank())
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), rank, ranks, c10d.Backend(backend), default_store(), c10d.GroupName(name), timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {global_rank: k for k, global_rank in enumerate(ranks)}
+    return group
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -7,10 +7,10 @@ process that fails later closes its connections, by which those that wait for it
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchgpipe.devices.memory import ran_out_of_memory
-from torchgpipe.devices.torch_internals import default_store, timeout_of
+from torchgpipe.devices.torch_internals import default_store, named_group, timeout_of
 from torchgpipe.processes.messages import Messages
 from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.tags import NUMBERS, tag_of
@@ -31,7 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = ["OthersFail", "Processes"]
 
-_numbers = itertools.count()
+#: How many groups this process has made of each group of a mesh.
+_counts: Counter[str] = Counter()
+
+
+def _next_name(group: Any) -> str:
+    """Return a name for a new group beside one of a mesh, whose processes all make their pipelines in the same order.
+
+    Other processes may make others meanwhile, as those of another slice of the mesh.
+    """
+    _counts[group.group_name] += 1
+    return f"torchgpipe/{group.group_name}/{_counts[group.group_name]}"
 
 
 class OthersFail(RuntimeError):
@@ -63,15 +73,16 @@ class Processes:
     def __init__(self, mesh: DeviceMesh, timeout: timedelta | None = None, part: str = "partition") -> None:
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has {mesh.ndim}")
-        timeout = timeout or timeout_of(mesh.get_group(mesh.ndim - 1))
-        table = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
-        make: Any = dist.new_subgroups_by_enumeration
+        of_stages = mesh.get_group(mesh.ndim - 1)
+        timeout = timeout or timeout_of(of_stages)
         # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
-        self._group = make(table.tolist(), timeout=timeout, backend="gloo")[0]
+        self._prefix = _next_name(of_stages)
+        self._group = named_group(of_stages, self._prefix, timeout, "gloo")
         self.replica_group: Any = None
         if mesh.ndim == 2:  # For gradients on their devices, and for numbers of the host.
-            both = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else None
-            self.replica_group = make(table.T.tolist(), timeout=timeout, backend=both)[0]
+            both = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else "gloo"
+            of_replicas = mesh.get_group(0)
+            self.replica_group = named_group(of_replicas, _next_name(of_replicas), timeout, both)
         self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
         self._part, self._phase, self._timeout = part, "", timeout
         #: The error after which the connections were closed.
@@ -82,7 +93,7 @@ class Processes:
         self.messages = Messages(self._group)
         self.owners: Sequence[int] = []
         self.step = 0
-        self._store, self._prefix = default_store(), f"torchgpipe/{next(_numbers)}/{self.replica}"
+        self._store = default_store()
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self  # A group of processes cannot be copied, and a copy of the model has the same.
