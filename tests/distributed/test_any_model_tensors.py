@@ -197,6 +197,31 @@ class Alternating(nn.Module):
         return self.blocks[2](first if x[0, 0] > 0 else second)
 
 
+CONSTANTS = {"zero": torch.zeros((), dtype=torch.float64), "ones": [torch.ones(4, dtype=torch.float64)]}
+
+
+class WithConstants(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        self.kept = CONSTANTS["zero"]
+        return super().forward(x).tanh(), CONSTANTS
+
+
+class ConstantsOfAFile(nn.Module):
+    """Once, a process marked the constant as its own, for ever, and the others had it and waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WithConstants(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Any = CONSTANTS["zero"]
+        for block in self.blocks:
+            y, constants = block(x * CONSTANTS["ones"][0])
+            total = total + constants["zero"] + block.kept
+            x = x + y * constants["ones"][0]
+        return x + total + CONSTANTS["zero"]
+
+
 class ReadsWithoutGrad(nn.Module):
     """Once, what crosses under no_grad required a gradient in one process only, which looked for another call."""
 
@@ -301,6 +326,7 @@ _OF_TWO = [
     (Padded, 2, "1F1B", False),
     (InPlace, 2, "1F1B", True),
     (Growing, 2, "1F1B", True),
+    (ConstantsOfAFile, 2, "1F1B", True),
     (ReadsAttributes, 2, "1F1B", True),
     (ChangesInput, 2, "1F1B", True),
     (Skipping, 4, "Interleaved1F1B", False),

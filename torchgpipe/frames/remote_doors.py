@@ -170,7 +170,7 @@ class RemoteDoors:
 
     def end(
         self, door: Door, noted: _Noted, args: Any, kwargs: Any, output: Any, tensors: Sequence[Tensor]
-    ) -> tuple[list[Any], list[Tensor]]:
+    ) -> tuple[list[Place], list[Tensor]]:
         """Publish what a module has done, the first time.
 
         Args:
@@ -181,7 +181,7 @@ class RemoteDoors:
             tensors: the tensors in that
 
         Returns:
-            what the module has left in attributes, and the arguments that it has changed in place
+            the attributes that the module has set, and the arguments that it has changed in place
 
         Raises:
             RuntimeError: the module has done something else for such arguments before, or has returned a stand-in.
@@ -209,7 +209,7 @@ class RemoteDoors:
                 "cannot know that; let shapes, numbers and what there is depend on the shapes of the arguments alone, "
                 "return numbers as tensors, or give a balance that keeps the module and all that use it in one process"
             )
-        return values_of(door.module, effect.attributes), [given[k] for k in effect.changed]
+        return effect.attributes, [given[k] for k in effect.changed]
 
     # ----------------------------------------------------------------------------------------------- of other processes
 

@@ -16,13 +16,13 @@ A frame stops where a column of its own process begins, and passes the others by
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import is_checkpointed, versions
@@ -32,33 +32,15 @@ from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
 from torchgpipe.frames.glue import DIFFERENTIATES, OF_A_PLACE, OF_THE_ORIGINAL, TO_A_DEVICE, changes_in_place, on_device
 from torchgpipe.frames.imports import Imports, Known
+from torchgpipe.frames.kept import put_values, values_of
 from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.frames.threads import place_of
-from torchgpipe.model.values import Exchanged, each, mapped
+from torchgpipe.model.values import Exchanged, each, mapped, put_in_place
 from torchgpipe.processes.stand_in import NoValues, StandIn, computed_as_a_whole, form_of
 from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
-
-#: The attribute of a tensor without a node of autograd with the column that owns it.
-_HOME = "_torchgpipe_home"
-
-#: The attribute of a tensor with the ranks that each frame has sent it to: a module may return one tensor to several.
-_SENT = "_torchgpipe_sent"
-
-#: The attribute of a stand-in with the values that each frame has received for it.
-_RECEIVED = "_torchgpipe_received"
-
-
-def own(value: Any, column: int) -> None:
-    """Note that a column owns the tensors in a value."""
-    for _, tensor in each(value):
-        if isinstance(tensor, StandIn):
-            tensor.home = column
-        elif tensor.grad_fn is None:
-            vars(tensor)[_HOME] = column
-
 
 class RemoteImports(Imports):
     """See `Imports`. What one frame imports into its columns, and sends to those of other processes.
@@ -76,6 +58,13 @@ class RemoteImports(Imports):
         self.are_needed, self.are_owned = True, False
         self.log: list[Any] = []
         self._reads = 0
+        #: Who has a tensor is no matter of the tensor: other frames meet it, as a constant of the model's file, anew.
+        #: The columns that own tensors without a node of autograd.
+        self._homes: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+        #: The ranks that tensors were sent to: a module may return one tensor to several.
+        self._sent: MutableMapping[Tensor, set[int]] = WeakIdKeyDictionary()
+        #: The values that were received for stand-ins.
+        self._received: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
         #: By their ids, replicated tensors that a remote column has changed in place, with their stand-ins.
         self._replaced: dict[int, tuple[Tensor, StandIn]] = {}
 
@@ -88,6 +77,14 @@ class RemoteImports(Imports):
         """See `Imports.end`."""
         super().end()
         self._replaced = {}
+
+    def own(self, value: Any, column: int) -> None:
+        """Note that a column owns the tensors in a value."""
+        for _, tensor in each(value):
+            if isinstance(tensor, StandIn):
+                tensor.home = column
+            elif tensor.grad_fn is None:
+                self._homes[tensor] = column
 
     def replaced(self, tensor: Any) -> Any:
         """Return the stand-in of a replicated tensor that a remote column has changed; else the tensor."""
@@ -120,7 +117,7 @@ class RemoteImports(Imports):
                 )
             return home
         buffer = self._columns.buffers.get(id(tensor))
-        return vars(tensor).get(_HOME) if buffer is None else buffer[1]
+        return self._homes.get(tensor) if buffer is None else buffer[1]
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """See `Imports.import_tensor`."""
@@ -173,9 +170,9 @@ class RemoteImports(Imports):
         self.log.append((home, column, form.shape, form.dtype, records))
         place = self.doors.place(number, home, column, form.shape, form.dtype)
         if target == processes.rank:
-            value = self._received(tensor, place, source, number)
+            value = self._receive(tensor, place, source, number)
             if not records:
-                own(value, column)
+                self.own(value, column)
                 return value
             cell = self._cell(column)
             return cell.import_(value, cell.note_received(home, form))
@@ -193,17 +190,16 @@ class RemoteImports(Imports):
 
     def _send(self, tensor: Tensor, place: Any, target: int, number: int) -> None:
         """Send a tensor, unless it was sent there before, for another column."""
-        sent: set[int] = vars(tensor).setdefault(_SENT, WeakKeyDictionary()).setdefault(self, set())
+        sent = self._sent.setdefault(tensor, set())
         if target not in sent:
             sent.add(target)
             tensor = self.doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, 0, number))
             self._note_message(number, Message(form_of(tensor), target, True))
             self._processes.messages.send(tensor, target, tag_of(TENSORS, self.i, number))
 
-    def _received(self, tensor: Tensor, place: Any, source: int, number: int) -> Tensor:
+    def _receive(self, tensor: Tensor, place: Any, source: int, number: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
-        values: WeakKeyDictionary[Imports, Tensor] = vars(tensor).setdefault(_RECEIVED, WeakKeyDictionary())
-        value = values.get(self)
+        value = self._received.get(tensor)
         if value is None:
             form = form_of(tensor)._replace(device=self._columns.devices[self.column])
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
@@ -211,7 +207,7 @@ class RemoteImports(Imports):
                 form, shift = self.doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
                 self._note_message(number, Message(form, source, False, shift))
                 value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number), shift)
-            values[self] = value
+            self._received[tensor] = value
         if is_checkpointed() and isinstance(tensor, StandIn):  # Which holds the stand-in until backward.
             tensor.kept = value
         return self._on_this_device(value)
@@ -295,7 +291,7 @@ class RemoteFrame(Frame):
         column, doors = self.imports.column, self.imports.doors
         if not self._columns.is_mine(column):
             output, added = doors.call(door, args, kwargs, column, self.imports.replace)
-            own(added, column)
+            self.imports.own(added, column)
             return output
         call = doors.begin(door, args, kwargs)
         try:
@@ -304,12 +300,21 @@ class RemoteFrame(Frame):
             call.hooked.remove()
         tensors = [tensor for _, tensor in each(output, objects=True)]
         self._verify_no_parameter(door, tensors)
-        attributes, changed = doors.end(door, call, args, kwargs, output, tensors)
-        given = set(map(id, call.given))
-        # Also what the module has put into a list or a dict that it was given, and what a hook or an attribute keeps.
-        made = each((output, args, kwargs, call.hooked.seen, attributes), objects=True)
-        own([*[one for _, one in made if id(one) not in given], *changed], column)
-        return output
+        places, changed = doors.end(door, call, args, kwargs, output, tensors)
+        given, attributes = set(map(id, call.given)), values_of(door.module, places)
+        # Also what the module has put into a list or a dict that it was given, and what an attribute keeps.
+        made = [one for _, one in each((output, args, kwargs, attributes), objects=True) if id(one) not in given]
+        # What is no result, as a constant of the model's file, the model may know by other ways, too; all have it there.
+        aliases = {id(one): one.detach() for one in made if one.grad_fn is None and not one.requires_grad}
+
+        def aliased(tensor: Tensor) -> Tensor:
+            return aliases.get(id(tensor), tensor)
+
+        put_in_place((args, kwargs), aliases)
+        put_values(door.module, places, mapped(attributes, aliased))
+        seen = [one for _, one in each(call.hooked.seen, objects=True) if id(one) not in given]
+        self.imports.own([*map(aliased, made), *seen, *changed], column)
+        return mapped(output, aliased, objects=True)
 
     def _verify_no_parameter(self, door: Door, tensors: Sequence[Tensor]) -> None:
         """Raise an error if a module returns a parameter which other processes have, too: there it is a stand-in."""
@@ -365,7 +370,7 @@ class RemoteFrame(Frame):
                 result = computed_as_a_whole(func, args, kwargs)
             # What all processes have stays replicated, as class weights that are where they are to go.
             if not (any([result is one for one in args]) and imports.home_of(result) is None):
-                own(result, imports.column)
+                imports.own(result, imports.column)
             return result
         if is_mine or isinstance(args[0], StandIn):
             changed = args[0]
@@ -379,7 +384,7 @@ class RemoteFrame(Frame):
                 result = func(*args, **kwargs)
             requires_grad = torch.is_grad_enabled() and any([one.requires_grad for _, one in each((args, kwargs))])
             changed.requires_grad_(changed.requires_grad or requires_grad)
-        own(changed, imports.column)
+        imports.own(changed, imports.column)
         return first if result is changed and first is not args[0] and id(first) in imports._replaced else result
 
     def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any, first: Any) -> Any:
@@ -413,7 +418,7 @@ class RemoteFrame(Frame):
             with self._columns.replicated_numbers(self.i):
                 return func(*args, **kwargs)
         if id(result) not in given or changes_in_place(func):
-            own(result, imports.column)
+            imports.own(result, imports.column)
         return result
 
     def _read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -434,7 +439,7 @@ class RemoteFrame(Frame):
         if owner == processes.rank:
             result = func(*args, **kwargs)
             processes.messages.tell(abstracted(result), processes.others, tag)
-            own(result, column)
+            imports.own(result, column)
             return result
         with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
             told = processes.messages.hear(owner, tag)
