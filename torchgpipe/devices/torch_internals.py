@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -48,7 +48,6 @@ __all__ = [
     "exchange_memory",
     "fake_tensor_mode",
     "forget_parametrizations",
-    "forgiving",
     "forward_hooks",
     "forward_mode_is_active",
     "frame_of",
@@ -67,10 +66,9 @@ __all__ = [
     "joins_unevenly",
     "keeps_graph",
     "make_wrapper",
-    "named_group",
     "memory_of",
+    "named_group",
     "next_sequence_number",
-    "no_hook",
     "own_call",
     "parameter_like",
     "plain_call",
@@ -93,7 +91,6 @@ __all__ = [
     "uses_cuda_graphs",
     "versions",
     "will_run",
-    "with_forward_hooks",
     "without_dispatch",
     "without_dispatch_modes",
     "without_function_mode",
@@ -511,43 +508,12 @@ def show_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     is no public list of hooks.
     """
     for number, hook in [*module._forward_hooks.items()]:
-        see = forgiving(hook, [])
-        see(module, args, {}, output) if number in module._forward_hooks_with_kwargs else see(module, args, output)
-
-
-def forgiving(hook: Callable[..., Any], failed: list[Any]) -> Callable[..., Any]:
-    """Return a hook that does nothing where ``hook`` fails, as one does that reads what only another process has.
-
-    Args:
-        hook: the hook
-        failed: gets the hook if it fails
-    """
-
-    def call(*args: Any) -> Any:
-        try:
-            return hook(*args)
-        except Exception:  # The process that has the values runs the hook, too, and tells of errors.
-            failed.append(hook)
-            return None
-
-    return call
-
-
-@contextmanager
-def with_forward_hooks(module: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Let the modules inside have ``change(hook)`` for a hook behind their forwards in a ``with`` block."""
-    hooks = [(child._forward_hooks, dict(child._forward_hooks)) for child in module.modules() if child._forward_hooks]
-    for present, own in hooks:  # The dict stays, as a handle to remove a hook knows it.
-        present.update({key: change(hook) for key, hook in own.items()})
-    try:
-        yield
-    finally:
-        for present, own in hooks:
-            present.update({key: hook for key, hook in own.items() if key in present})
-
-
-def no_hook(*_: Any) -> None:
-    """Do nothing, in the place of a hook; see `with_forward_hooks`."""
+        # One that reads values fails; the process that has them runs it, too, and tells of errors.
+        with suppress(Exception):
+            if number in module._forward_hooks_with_kwargs:
+                hook(module, args, {}, output)
+            else:
+                hook(module, args, output)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -98,13 +98,12 @@ def without_devices(text: str) -> str:
     return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", text)
 
 
-def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> Any:
-    """Return what tells a value from others as far as forms go; of a cache, these layers count.
+def described(value: Any, tensors: list[Tensor]) -> Any:
+    """Return what tells a value from others as far as forms go; what a cache holds, each process has some of.
 
     Args:
         value: a value
         tensors: gets the tensors in the value
-        layers: the numbers of the layers of a cache
     """
 
     def other(value: Any) -> Any:
@@ -113,14 +112,7 @@ def described(value: Any, tensors: list[Tensor], layers: Sequence[int] = ()) -> 
         if isinstance(value, _PLAIN):
             return str(value)
         name = type(value).__name__
-        if is_cache(value):
-            own = getattr(value, "layers", None)
-            if isinstance(own, list):
-                return name, *[described(vars(own[k]), tensors, layers) for k in layers if k < len(own)]
-            inner = [item for item in vars(value).values() if is_cache(item)]
-            if inner:  # The rest tells which layers are filled, as those of other processes are not.
-                return name, *[describe(item, other, tensors) for item in inner]
-        opened = container(value, caches=True, objects=True)
+        opened = None if is_cache(value) else container(value, objects=True)
         if opened is None:
             return name
         # How long its sequences are is no form.

@@ -89,8 +89,6 @@ class Columns(list[Column]):
         self.buffers = buffers or {}
         #: The places where glue has read values that one process has, each with what it called.
         self.reads: dict[str, str] = {}
-        #: The columns that own these values.
-        self.columns_read: set[int] = set()
         #: By micro-batch, for each whose arguments have the forms of those before: by their numbers, the messages that
         #: the one before had.
         self.expected: dict[int, dict[int, Message]] = {}

@@ -113,6 +113,9 @@ class Frame(TorchFunctionMode):
         elif not self._coroutine.has_ended and self._wanted <= j:  # Else the frame passes this column by.
             self._coroutine.resume(self._go)
 
+    def end_pause(self) -> None:
+        """Wait until the model has come to where it stops, or to its end; a frame of one process has."""
+
     def cancel(self) -> None:
         """Unwind the stack of a frame that has not finished, and wait until that is done."""
         if self._coroutine is not None:

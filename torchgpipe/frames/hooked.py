@@ -5,7 +5,7 @@ What a hook keeps may be used between two modules of the spine, so every process
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,21 +21,20 @@ class HookedCalls:
 
     Args:
         module: the module
-        only: the names of modules; None for all that have hooks now
+        is_needed: whether there may be any
 
     Attributes:
         names: the names of the modules, in the order of their calls
         seen: of each call, the positional arguments, as far as they are tensors, and the output
     """
 
-    def __init__(self, module: nn.Module, only: Collection[str] | None = None) -> None:
+    def __init__(self, module: nn.Module, *, is_needed: bool = True) -> None:
         self.names: list[str] = []
         self.seen: list[Any] = []
-        self._module = module
         self._handles = [
             child.register_forward_hook(partial(self._note, name))
-            for name, child in (module.named_modules() if only is None or only else ())
-            if (forward_hooks(child)[1] if only is None else name in only)
+            for name, child in (module.named_modules() if is_needed else ())
+            if forward_hooks(child)[1]
         ]
 
     def _note(self, name: str, _child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -46,13 +45,6 @@ class HookedCalls:
         """Remove the hooks that note calls."""
         for handle in self._handles:
             handle.remove()
-
-    def show_rest(self, names: Sequence[str], seen: Sequence[Any]) -> None:
-        """Show the hooks the calls that were not noted here; these are all, as another process has noted them."""
-        rest = slice(len(self.names), None)
-        self.names += names[rest]
-        self.seen += seen[rest]
-        show_calls(self._module, names[rest], seen[rest])
 
 
 def show_calls(module: nn.Module, names: Sequence[str], seen: Sequence[Any]) -> None:

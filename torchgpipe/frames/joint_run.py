@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchgpipe.devices.generators import generators_of, go_on_from, state_of
-from torchgpipe.devices.torch_internals import forgiving, keeps_graph, versions, with_forward_hooks
+from torchgpipe.devices.torch_internals import keeps_graph, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.abstract import abstracted
 from torchgpipe.frames.door import Door
-from torchgpipe.frames.hooked import HookedCalls
+from torchgpipe.frames.hooked import HookedCalls, show_calls
 from torchgpipe.frames.kept import KeptAttributes, put_values, values_of
-from torchgpipe.frames.remote_doors import run_on_stand_ins
+from torchgpipe.frames.remote_doors import can_change
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.frames.weights import add_shared
@@ -29,7 +29,7 @@ from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
 from torchgpipe.model.untouched import python_random_states, set_python_random_states
-from torchgpipe.model.values import Exchanged, each, is_cache, mapped, put_in_place
+from torchgpipe.model.values import Exchanged, each, is_cache, mapped, put_in_place, refill
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import NoValues, StandIn
 
@@ -190,12 +190,6 @@ class _Call:
         """Return a tensor that has values in all processes for one of the module's."""
         return self._values.get(id(tensor), tensor)
 
-    def _clones(self, given: dict[int, Tensor], graph: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
-        """Return what the module gets for what was given, by the ids of that: it may change its arguments."""
-        clones = {key: graph(tensor).clone() for key, tensor in given.items()}
-        self._values = {id(clone): given[key] for key, clone in clones.items()}
-        return clones
-
     def run(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Outcome:
         """Run the module, and tell the others."""
 
@@ -204,7 +198,9 @@ class _Call:
                 return tensor
             return self._leaves.setdefault(id(tensor), tensor.detach().requires_grad_())
 
-        clones = self._clones(given, begin)
+        # It may change its arguments.
+        clones = {key: begin(tensor).clone() for key, tensor in given.items()}
+        self._values = {id(clone): given[key] for key, clone in clones.items()}
         exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
         before = versions([*clones.values()])
         begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
@@ -230,62 +226,45 @@ class _Call:
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
         drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
         drawn_in_python = None if python_random_states() == of_python else python_random_states()
-        forms = abstracted((told[0], told[2], told[3:]), [*given.values()])
+        # The containers among the arguments, too, which the module may have changed.
+        filled = mapped((args, kwargs), self.filled, objects=True) if can_change((args, kwargs)) else None
+        forms = abstracted((told[0], told[2], told[3:], filled), [*given.values()])
         self._told((values, forms, calls.names, places, changes, drawn, drawn_in_python))
         seen = [tensor for _, tensor in each((attributes, calls.seen), objects=True)]
         return _Outcome(output, added, seen, changed)
 
     def hear(self, door: Door, args: Any, kwargs: Any, given: dict[int, Tensor], device: torch.device) -> _Outcome:
-        """Do what `run` does with stand-ins, as far as they go, and with the forms and values that the owner tells.
+        """Do here what the owner tells.
 
         Raises:
-            NoValues: the module puts tensors into its arguments, and does not run without values.
             OthersFail: the module has failed there.
         """
         values, forms, names, places, changes, states, of_python = self._told(None)
         tensors = [*given.values()]
-        output_there, attributes_there, seen_there = forms.made(tensors, door.column, device)
-        clones = self._clones(given, lambda tensor: tensor)
-        exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
-        calls, failed = HookedCalls(door.module, names), list[Any]()
-        try:
-            with with_forward_hooks(door.module, lambda hook: forgiving(hook, failed)):
-                # Which does to containers what the module does.
-                output, _ = run_on_stand_ins(door, exchanged.args, exchanged.kwargs)
-        except Exception:
-            output = output_there
-            put_values(door.module, places, attributes_there)
-        finally:
-            calls.remove()
-        exchanged.hand_over()
-        calls.show_rest(names, seen_there)
+        output, attributes, seen, filled = forms.made(tensors, door.column, device)
+        if filled is not None:
+            refill((args, kwargs), filled)
         for generator, state in zip(generators_of(device), states):
             if state is not None:
                 go_on_from(generator, state)
         if of_python is not None:
             set_python_random_states(of_python)
         added = _added(args, kwargs, given)
-        if failed or len([*each(output, objects=True)]) != len(values[0]):
-            output = output_there  # A kernel of attention returns None, and an empty tensor without values.
-        if len(added) != len(values[1]):
-            raise NoValues(
-                f"'{door.name}' does not run without values, and puts tensors into what it is given: other processes "
-                "cannot know what these are; let it return them, or give a balance that keeps it in one process with "
-                "all modules that take them"
-            )
-        attributes = values_of(door.module, places)
-        for part, told in zip((output, added, attributes, *calls.seen), values):
+        for part, told in zip((output, added, attributes, *seen), values, strict=True):
             stand_ins = [tensor for _, tensor in each(part, objects=True)]
-            # Else a hook has seen what is not there, as an empty tensor again.
-            for stand_in, value in zip(stand_ins, told) if len(stand_ins) == len(told) else ():
+            for stand_in, value in zip(stand_ins, told, strict=True):
                 if value is not None:
                     self._values[id(stand_in)] = value.to(stand_in.device).requires_grad_(stand_in.requires_grad)
+        # A module may set an attribute once, so what needs no graph has its values from now on.
+        with_values = mapped(attributes, lambda one: one if one.requires_grad else self.filled(one))
+        put_values(door.module, places, with_values)
+        show_calls(door.module, names, seen)
         changed = {
             id(tensors[k]): value.to(tensors[k].device).requires_grad_(requires_grad)
             for k, value, requires_grad in changes
         }
-        seen = [tensor for _, tensor in each((attributes, calls.seen), objects=True)]
-        return _Outcome(output, added, seen, changed)
+        noted = [tensor for _, tensor in each((attributes, seen), objects=True)]
+        return _Outcome(output, added, noted, changed)
 
     def in_graph(self, output: Any, inputs: list[Tensor], given: dict[int, Tensor]) -> Any:
         """Return the output with a node of autograd for the call."""

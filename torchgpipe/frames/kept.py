@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.model.values import mapped
-
 __all__ = ["KeptAttributes", "Place", "put_values", "values_of"]
 
 #: An attribute: the number of the module, of those inside of one, and the name.
@@ -33,8 +31,8 @@ class KeptAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [vars(child) for child in module.modules()]
-        #: What is there now, and the same with copies of lists and dicts, to which a module may add.
-        self._before = [{name: (value, _copied(value)) for name, value in _values(place)} for place in self._places]
+        #: What is there now, with copies of lists and dicts, to which a module may add.
+        self._before = [{name: _copied(value) for name, value in _values(place)} for place in self._places]
 
     def set_since(self) -> list[Place]:
         """Return which attributes were set or changed since."""
@@ -42,14 +40,8 @@ class KeptAttributes:
             (k, name)
             for k, (place, before) in enumerate(zip(self._places, self._before))
             for name in sorted({*before, *dict(_values(place))})
-            if not _is_same(before.get(name, (_nothing, _nothing))[1], place.get(name, _nothing))
+            if not _is_same(before.get(name, _nothing), place.get(name, _nothing))
         ]
-
-    def exchange(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Put ``change(tensor)`` in the place of each tensor in what was set since."""
-        for k, name in self.set_since():
-            if name in self._places[k]:
-                self._places[k][name] = mapped(self._places[k][name], change)
 
     def disturb(self) -> Callable[[], None]:
         """Change the numbers in what was set since, as another micro-batch might; return what makes that undone."""
@@ -63,22 +55,6 @@ class KeptAttributes:
                 place[name] = value
 
         return undo
-
-    def put_back(self) -> bool:
-        """Put back what there was, and return whether anything was set since."""
-        since = self.set_since()
-        for k, name in since:
-            place, (value, copy) = self._places[k], self._before[k].get(name, (_nothing, None))
-            if value is _nothing:
-                del place[name]
-                continue
-            place[name] = value
-            if isinstance(value, list):
-                value[:] = copy
-            elif isinstance(value, dict):
-                value.clear()
-                value.update(copy)
-        return bool(since)
 
 
 def values_of(module: nn.Module, attributes: Sequence[Place]) -> list[Any]:

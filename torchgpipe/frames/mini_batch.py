@@ -24,6 +24,7 @@ from torch import Tensor
 from torchgpipe.cell.cell import Arrival, Cell, Export
 from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
+from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
@@ -134,6 +135,8 @@ class MiniBatch:
         #: For a cell, the micro-batch that is differentiated next in its column.
         self._following: dict[tuple[int, int], int] = {}
         if columns.processes is not None:
+            workers = {column.stream.device for column in columns if mine[column.j]}
+            columns.processes.messages.pauses.by_others = self._threads is not None and len(workers) > 1
             forms = [described(tuple(arguments), []) for arguments in inputs]
             # With several columns in a process, frames that take other ways pass them in other orders at both ends.
             is_certain = len({*columns.processes.owners}) == self._n
@@ -169,6 +172,7 @@ class MiniBatch:
         """Run all forward actions."""
         try:
             self._executor().run(_only(self._agenda, "F"), self._ambient)
+            self._end_pauses()
             if not self._cells:
                 self._verified()
         finally:
@@ -181,6 +185,7 @@ class MiniBatch:
             for j in filter(self.columns.is_mine, range(self._n)):
                 executor.run_in_this_thread([Action("F", i, j) for i in range(self._m)])
                 after(j)
+            self._end_pauses()
         finally:
             self._drop()
 
@@ -193,6 +198,15 @@ class MiniBatch:
                 executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
                 after(j)
         self._verified()
+
+    def _end_pauses(self) -> None:
+        """Let frames go on to their ends that have passed the last column of this process."""
+        try:
+            for frame in self._frames:
+                frame.end_pause()
+        except BaseException:
+            uninterrupted(self.cancel)
+            raise
 
     def cancel(self) -> None:
         """See `Front.cancel`."""
@@ -351,6 +365,8 @@ class MiniBatch:
 
     def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
         """See `ProgramFront.cell`."""
+        if self._frames:
+            self._frames[i].end_pause()  # It may have to send what its gradient comes back for.
         cell = self._cells[i][j]
         if last:
             self._cells[i][j] = None

@@ -10,14 +10,15 @@ that has computed it, its home:
     process 1        x ──► (block 0) ──► stand-in ══► block 1 ──► y            and received there, in its place
 
 So both ends of a crossing find it at the same place of the same forward, under the same number: nothing is negotiated.
-A frame stops where a column of its own process begins, and passes the others by.
+A frame stops where a column of its own process begins, and passes the others by. What a process tells of its modules,
+others may come to before it has: there a frame pauses, see `Pauses`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices.torch_internals import is_checkpointed, versions
-from torchgpipe.frames.abstract import abstracted
+from torchgpipe.frames.abstract import Abstract, abstracted
 from torchgpipe.frames.columns import Columns, Message
 from torchgpipe.frames.door import Door, this_thread
 from torchgpipe.frames.frame import Frame
@@ -37,10 +38,14 @@ from torchgpipe.frames.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_value
 from torchgpipe.frames.remote_cell import RemoteCell
 from torchgpipe.frames.threads import place_of
 from torchgpipe.model.values import Exchanged, each, mapped, put_in_place
+from torchgpipe.processes.pauses import in_background
 from torchgpipe.processes.stand_in import NoValues, StandIn, computed_as_a_whole, form_of
 from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
 
 __all__ = ["RemoteFrame"]
+
+T = TypeVar("T")
+
 
 class RemoteImports(Imports):
     """See `Imports`. What one frame imports into its columns, and sends to those of other processes.
@@ -250,11 +255,43 @@ class RemoteFrame(Frame):
         super().__init__(*args)
         #: The columns behind which states of generators were handed on.
         self._handed_on: set[int] = set()
+        assert self._columns.processes is not None
+        self._pauses = self._columns.processes.messages.pauses
 
     def advance(self, j: int) -> None:
         """See `Frame.advance`."""
-        self._granted = j
-        super().advance(j)
+        self.end_pause(j)
+        if self.column <= j:  # Else it has passed column j by, and may have paused behind it.
+            self._granted = j
+            super().advance(j)
+            self.end_pause(j)
+
+    def end_pause(self, j: int | None = None) -> None:
+        """See `Frame.end_pause`; what comes behind column ``j`` may wait."""
+        self._pauses.end(self, lambda: j is not None and self.column > j)
+
+    def cancel(self) -> None:
+        """See `Frame.cancel`."""
+        self._pauses.forget(self)
+        super().cancel()
+
+    def _hear(self, hear: Callable[[], T]) -> T:
+        """Return what another process tells, and pause until it has, unless this process has nothing else to do."""
+        if self._coroutine is None:
+            return hear()
+        told = in_background(hear)
+        self._pauses.pause(self, told, self._go_on)
+        self._coroutine.pause()
+        return told.result()
+
+    def _go_on(self) -> None:
+        """Let the model go on behind what it has been told, whatever micro-batch is under way here."""
+        assert self._coroutine is not None
+        try:
+            self._coroutine.resume(self._go)
+        except BaseException as error:
+            error.add_note(f"micro-batch {self.i}, behind '{self.module}', which another process has")
+            raise
 
     def hand_on_numbers(self, j: int, states: dict[bool, Tensor]) -> None:
         """Leave the states of generators behind column ``j`` to the process of the next one, unless that was done."""
@@ -290,9 +327,7 @@ class RemoteFrame(Frame):
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
         if not self._columns.is_mine(column):
-            output, added = doors.call(door, args, kwargs, column, self.imports.replace)
-            self.imports.own(added, column)
-            return output
+            return doors.call(door, args, kwargs, column, self.imports.replace, self._hear)
         call = doors.begin(door, args, kwargs)
         try:
             output = super()._call(door, args, kwargs)
@@ -304,7 +339,7 @@ class RemoteFrame(Frame):
         given, attributes = set(map(id, call.given)), values_of(door.module, places)
         # Also what the module has put into a list or a dict that it was given, and what an attribute keeps.
         made = [one for _, one in each((output, args, kwargs, attributes), objects=True) if id(one) not in given]
-        # What is no result, as a constant of the model's file, the model may know by other ways, too; all have it there.
+        # The model may know a constant, as of its file, in other ways, too, in which all processes have it.
         aliases = {id(one): one.detach() for one in made if one.grad_fn is None and not one.requires_grad}
 
         def aliased(tensor: Tensor) -> Tensor:
@@ -428,22 +463,18 @@ class RemoteFrame(Frame):
         column, number = imports.column, imports.count_reads()
         tag, owner = tag_of(VALUES, self.i, number), processes.owners[column]
         self._columns.reads.setdefault(place_of(threading.get_ident()), func.__name__)
-        columns_read = self._columns.columns_read
-        columns_read.add(column)
-        if len(columns_read) > 1 and len(processes.owners) > processes.size:
-            behind = " and ".join([self._columns.name_of(j) for j in sorted(columns_read)])
-            raise RuntimeError(
-                f"the model reads values behind {behind} ('{func.__name__}'), and a process has several partitions: "
-                "processes would wait for each other; give each process one partition"
-            )
         if owner == processes.rank:
             result = func(*args, **kwargs)
             processes.messages.tell(abstracted(result), processes.others, tag)
             imports.own(result, column)
             return result
-        with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
-            told = processes.messages.hear(owner, tag)
-        return self._columns.stand_ins(told, column)
+
+        def hear() -> Abstract:
+            with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
+                told: Abstract = processes.messages.hear(owner, tag)
+                return told
+
+        return self._columns.stand_ins(self._hear(hear), column)
 
 
 def _by_numbers(index: Any) -> Any:

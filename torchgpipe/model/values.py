@@ -32,6 +32,7 @@ __all__ = [
     "is_plain_object",
     "mapped",
     "put_in_place",
+    "refill",
     "spread",
     "walk",
 ]
@@ -224,6 +225,23 @@ def _copies(value: Any, exchanged: Any) -> Iterator[_Copy]:
     for a, b in pairs:
         if a is not b and not isinstance(a, Tensor):
             yield from _copies(a, b)
+
+
+def refill(value: Any, told: Any) -> None:
+    """Let the lists, mappings and objects in ``value`` hold what those in ``told`` do, but for caches."""
+    if isinstance(value, tuple):
+        for item, other in zip(value, told, strict=True):
+            refill(item, other)
+    elif not is_cache(value) and not isinstance(value, Tensor) and container(value, objects=True) is not None:
+        given, kept = _entries(value), dict[int, Any]()
+        for key, other in _entries(told).items():
+            item = given.get(key)
+            if item is None or isinstance(other, (Tensor, *_PLAIN, tuple)):
+                continue
+            if type(item) is type(other) or container(other, objects=True) is None:
+                refill(item, other)
+                kept[id(other)] = item
+        _Copy(value, told, given, kept).hand_over()
 
 
 def put_in_place(value: Any, new: Mapping[int, Tensor]) -> None:

@@ -20,6 +20,7 @@ import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.processes.pauses import Pauses
 from torchgpipe.processes.stand_in import Form
 
 __all__ = ["Messages", "shift_of"]
@@ -48,6 +50,7 @@ class Messages:
 
     Attributes:
         counts: how many messages and bytes were sent, by what they are
+        pauses: what goes on while a message is waited for
     """
 
     def __init__(self, group: Any) -> None:
@@ -59,6 +62,7 @@ class Messages:
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._abandoned: list[_Asked] = []
         self.counts: Counter[str] = Counter()
+        self.pauses = Pauses()
 
     def send(self, tensor: Tensor, to: int, tag: int, what: str = "tensors") -> None:
         """Send the values of a tensor, which must not change before they have left; see `flush`."""
@@ -99,7 +103,7 @@ class Messages:
         if not all(form.shape):
             return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
         flat, work = self._asked_for(form, source, tag, shift)
-        work.wait()
+        self.pauses.wait(work.wait)
         return _restored(flat.to(form.device), form)
 
     def _asked_for(self, form: Form, source: int, tag: int, shift: int) -> _Asked:
@@ -165,7 +169,7 @@ class Messages:
     def hear(self, source: int, tag: int) -> Any:
         """Return what `tell` of ``source`` has sent."""
         data = torch.empty(self.receive_numbers(1, source, tag)[0], dtype=torch.uint8)
-        dist.recv(data, group=self._group, group_src=source, tag=tag)
+        self.pauses.wait(partial(dist.recv, data, group=self._group, group_src=source, tag=tag))
         return pickle.loads(data.numpy().tobytes())
 
     def flush(self) -> None:
@@ -207,7 +211,7 @@ class Messages:
     def receive_numbers(self, count: int, source: int, tag: int) -> list[int]:
         """Return ``count`` integers that come from ``source``."""
         numbers = torch.empty(count, dtype=torch.int64)
-        dist.recv(numbers, group=self._group, group_src=source, tag=tag)
+        self.pauses.wait(partial(dist.recv, numbers, group=self._group, group_src=source, tag=tag))
         result: list[int] = numbers.tolist()
         return result
 

@@ -439,6 +439,8 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
+            if hasattr(error, "__notes__"):  # It was told where this is from: of what has gone on meanwhile.
+                raise
             self._lost(error, what, self._ranks(self.others if peers is None else peers))
 
     @contextmanager
