@@ -236,6 +236,33 @@ class ConstantsOfAFile(nn.Module):
         return x + total + CONSTANTS["zero"]
 
 
+class Sharing(nn.Linear):
+    def __init__(self, width: int, others: int) -> None:
+        super().__init__(width, others)
+        self.scale = nn.Parameter(torch.rand(others), requires_grad=False)
+
+    def forward(self, x: Tensor, shared: dict[str, Any]) -> Any:
+        y = super().forward(x).tanh()
+        shared.setdefault("all", []).append(y)
+        shared["last"] = y, len(shared["all"])
+        return y, self.scale
+
+
+class FillsADict(nn.Module):
+    """Blocks fill a dict that they are given, as those of Gemma 3n, and return a frozen weight, once waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Sharing(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: dict[str, Any] = {}
+        for block in self.blocks:
+            y, scale = block(x, shared)
+            x = x + y * scale
+        return x + sum(shared["all"]) * shared["last"][1] + shared["last"][0]
+
+
 class ReadsWithoutGrad(nn.Module):
     """Once, what crosses under no_grad required a gradient in one process only, which looked for another call."""
 
@@ -354,6 +381,7 @@ _OF_THREE = [
     (AskedWhere, 3, "1F1B", True),
     (Alternating, 3, "1F1B", False),
     (ReadsWithoutGrad, 3, "1F1B", True),
+    (FillsADict, 3, "1F1B", True),
     (Cached, 3, "1F1B", False),
     (Collecting, 3, "1F1B", True),
     (Checkpointed, 3, "1F1B", True),
@@ -422,6 +450,22 @@ class Scaled(nn.Module):
         return self.blocks[1](x) * beta * (1 + len(states))
 
 
+class Counted(Annealed):
+    calls = 0
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> Any:
+        self.calls += 1
+        return super().forward(x, states)
+
+
+class Counting(Scaled):
+    """Its modules count in a number, which another process once counted otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counted(4, 4), nn.Linear(4, 4)])
+
+
 class OwnParameter(Scaled):
     """Its first module returns a parameter, for which the second process waited for ever."""
 
@@ -445,6 +489,7 @@ def refused() -> list[str]:
         (Reversible, [2, 2], {}),
         (Scaled, [1, 1], {"beta": 0.5}),
         (Scaled, [1, 1], {"fills": True}),
+        (Counting, [1, 1], {}),
         (OwnParameter, [1, 1], {}),
     ]:
         model, x = made(kind)
@@ -466,6 +511,7 @@ def test_what_other_processes_cannot_know_is_refused() -> None:
     assert "DoubledBackward begins in partition 0" in first[0]
     assert "'blocks.0' returns [(2, 4), 0.5], and did something else before" in first[1]
     assert "'blocks.0' has changed a list or a dict that it was given" in first[2]
-    assert "'blocks.0' returns a parameter of shape (4,)" in first[3]
-    for fault, said in zip(first[1:4], second[1:4]):
+    assert "'blocks.0' returns [(2, 4), 1.0] with [2] as its attribute 'calls', and did something" in first[3]
+    assert "'blocks.0' returns a parameter of shape (4,)" in first[4]
+    for fault, said in zip(first[1:5], second[1:5]):
         assert "rank 0 has failed with" in said, fault

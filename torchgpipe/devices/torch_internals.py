@@ -509,11 +509,9 @@ def show_call(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """
     for number, hook in [*module._forward_hooks.items()]:
         # One that reads values fails; the process that has them runs it, too, and tells of errors.
+        kwargs: list[Any] = [{}] if number in module._forward_hooks_with_kwargs else []
         with suppress(Exception):
-            if number in module._forward_hooks_with_kwargs:
-                hook(module, args, {}, output)
-            else:
-                hook(module, args, output)
+            hook(module, args, *kwargs, output)
 
 
 def is_compiled(module: nn.Module) -> bool:

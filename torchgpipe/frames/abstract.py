@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from torchgpipe.model.values import container, copied, each, is_cache, mapped, walk
+from torchgpipe.model.values import container, copied, each, is_cache, mapped
 from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
 
 __all__ = ["Abstract", "abstracted", "described", "leaves_of", "values_told", "without_devices"]
@@ -39,12 +40,10 @@ class Abstract(NamedTuple):
     Attributes:
         value: the value with empty tensors
         leaves: the tensors, in the order of `each`
-        is_plain: whether it has no objects but containers
     """
 
     value: Any
     leaves: list[_Leaf]
-    is_plain: bool
 
     def made(self, arguments: Sequence[Tensor], column: int, device: torch.device) -> Any:
         """Return the value with stand-ins that column ``column`` owns, on a device of this process."""
@@ -74,8 +73,7 @@ def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     empty = mapped(
         copied(value), lambda tensor: torch.empty(0) if id(tensor) in known else None, caches=True, objects=True
     )
-    is_plain = all([isinstance(item, (Tensor, *_PLAIN)) or container(item) is not None for _, item in walk(value)])
-    return Abstract(empty, leaves, is_plain)
+    return Abstract(empty, leaves)
 
 
 def leaves_of(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[_Leaf]:
@@ -106,17 +104,19 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
         tensors: gets the tensors in the value
     """
 
-    def other(value: Any) -> Any:
+    def other(value: Any, *, objects: bool = True) -> Any:
         if isinstance(value, torch.device):
             return value.type  # Each process has others.
         if isinstance(value, _PLAIN):
             return str(value)
         name = type(value).__name__
-        opened = None if is_cache(value) else container(value, objects=True)
+        opened = None if is_cache(value) else container(value, objects=objects)
         if opened is None:
             return name
         # How long its sequences are is no form.
         sizes = value.batch_sizes.tolist() if isinstance(value, PackedSequence) else ()
-        return (name, *sizes, *opened.names, *[describe(item, other, tensors) for item in opened.items])
+        # Objects may refer to each other in a circle; see `mapped`, whose order this is.
+        inner = partial(other, objects=objects and isinstance(value, (tuple, list, Mapping)))
+        return (name, *sizes, *opened.names, *[describe(item, inner, tensors) for item in opened.items])
 
     return describe(value, other, tensors)

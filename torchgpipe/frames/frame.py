@@ -238,9 +238,7 @@ class Frame(TorchFunctionMode):
         if imports.begin_here:
             exchanged = self._exchanged(args, kwargs)
             args, kwargs = exchanged.args, exchanged.kwargs
-            for value in (*args, *kwargs.values()):
-                if is_cache(value):
-                    _import_layers(value, door.layers, imports.import_tensor)
+            self._import_caches(door, args, kwargs)
         output = self._call(door, args, kwargs)
         if exchanged is not None:
             exchanged.hand_over()
@@ -251,6 +249,11 @@ class Frame(TorchFunctionMode):
 
     def _exchanged(self, args: Any, kwargs: Any) -> Exchanged:
         return Exchanged(args, kwargs, self.imports.import_tensor)
+
+    def _import_caches(self, door: Door, args: Any, kwargs: Any) -> None:
+        for value in (*args, *kwargs.values()):
+            if is_cache(value):
+                _import_layers(value, door.layers, self.imports.import_tensor)
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call the module behind a door of this column; its arguments are imports."""

@@ -128,8 +128,9 @@ class JointRun(InOnePiece):
             with saved_tensors_hooks(_itself, _itself):  # Else a checkpoint around it would run again in one process.
                 outcome = (call.run if owner == processes.rank else call.hear)(door, args, kwargs, given, device)
             made = mapped((outcome.output, outcome.added, outcome.seen), call.filled, objects=True)
-            # Others have the values of a buffer of the owner's from now on.
-            made = mapped(made, lambda tensor: tensor.detach() if id(tensor) in self._buffers else tensor, objects=True)
+            # What is a buffer or a frozen weight in the owner is none to others, which have its values from now on.
+            constants = {id(one) for _, one in each(made, objects=True) if not one.requires_grad} - given.keys()
+            made = mapped(made, lambda one: one.detach() if id(one) in constants else one, objects=True)
             inputs = [tensor for tensor in given.values() if tensor.requires_grad]
             output, added, seen, changed = call.in_graph((*made, [*outcome.changed.values()]), inputs, given)
             put_in_place((args, kwargs), dict(zip(map(id, outcome.added), added)))

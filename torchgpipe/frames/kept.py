@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.model.values import copied
+
 __all__ = ["KeptAttributes", "Place", "put_values", "values_of"]
 
 #: An attribute: the number of the module, of those inside of one, and the name.
@@ -32,7 +34,9 @@ class KeptAttributes:
     def __init__(self, module: nn.Module) -> None:
         self._places = [vars(child) for child in module.modules()]
         #: What is there now, with copies of lists and dicts, to which a module may add.
-        self._before = [{name: _copied(value) for name, value in _values(place)} for place in self._places]
+        self._before = [
+            {name: copied(value, objects=False) for name, value in _values(place)} for place in self._places
+        ]
 
     def set_since(self) -> list[Place]:
         """Return which attributes were set or changed since."""
@@ -88,14 +92,6 @@ def _can_be_told(value: Any) -> bool:
     return isinstance(value, (Tensor, *_PLAIN))
 
 
-def _copied(value: Any) -> Any:
-    """Copy lists, tuples and dicts, but none of a subclass, as `model.values.copied` does: not all can be refilled."""
-    kind = type(value)
-    if kind in (list, tuple):
-        return kind([_copied(item) for item in value])
-    return {key: _copied(item) for key, item in value.items()} if kind is dict else value
-
-
 def _disturbed(value: Any) -> Any:
     """Return a value with other numbers; tensors of two micro-batches differ anyway."""
     kind = type(value)
@@ -113,8 +109,8 @@ def _is_same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if type(a) in (list, tuple):
+    if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all([_is_same(one, other) for one, other in zip(a, b)])
-    if type(a) is dict:
+    if isinstance(a, dict):
         return a.keys() == b.keys() and all([_is_same(a[key], b[key]) for key in a])
     return isinstance(a, _PLAIN) and bool(a == b)

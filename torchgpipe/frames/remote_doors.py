@@ -21,7 +21,7 @@ from torchgpipe.frames.door import Door
 from torchgpipe.frames.hooked import HookedCalls, show_calls
 from torchgpipe.frames.kept import KeptAttributes, Place, put_values, values_of
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.values import container, is_cache, refill, walk
+from torchgpipe.model.values import container, is_cache, mapped, refill, walk
 from torchgpipe.processes.messages import shift_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import Form, StandIn
@@ -48,18 +48,6 @@ class _Effect(NamedTuple):
     hooked: list[str]
     changed: list[int]
     attributes: list[Place]
-
-
-class _Published(NamedTuple):
-    """What others may have been told of a call of a module of this process.
-
-    Attributes:
-        effect: what they are told
-        returned: what tells from all else what the module returns, and leaves in attributes and arguments
-    """
-
-    effect: _Effect
-    returned: Any
 
 
 class _Noted(NamedTuple):
@@ -101,10 +89,9 @@ class RemoteDoors:
         self._strides: dict[Any, tuple[tuple[int, ...], int]] = {}
         #: What modules of other processes do.
         self._known: dict[Any, _Effect] = {}
-        #: Of those that only return something, what that is.
-        self._returned: dict[Any, Abstract] = {}
-        #: Of modules of this process, what others may have been told.
-        self._published: dict[Any, _Published] = {}
+        #: Of modules of this process, what others may have been told, and what tells that from all else: the forms that
+        #: the module returns, and leaves in attributes and arguments.
+        self._published: dict[Any, tuple[_Effect, Any]] = {}
         #: The attributes that modules of this process have set in any call: others have stand-ins there.
         self._attributes: dict[str, set[Place]] = {}
 
@@ -197,30 +184,38 @@ class RemoteDoors:
                 self._published.clear()
             effect = _Effect(forms, hooked.names, changed, sorted(places))
         else:
-            effect = self._published[key].effect
+            effect, _ = self._published[key]
         kept = values_of(door.module, effect.attributes)
         returned = described((output, kept, arguments), [])
         if attributes is not None:
-            self._published[key] = _Published(effect, returned)
+            self._published[key] = effect, returned
             self._processes.publish(_word_of(key), pickle.dumps(effect))
         leaves = effect.forms.leaves[: len(tensors)]
-        if returned != self._published[key].returned or leaves_of(tensors, given) != leaves:
+        if returned != self._published[key][1] or leaves_of(tensors, given) != leaves:
             now = "has changed a list or a dict that it was given" if is_filled else f"returns {_shown(output)}"
-            if kept:
-                now += f", with {_shown(kept)} as {', '.join([name for _, name in effect.attributes])}"
+            for (_, name), value in zip(effect.attributes, kept):
+                now += f" with {_shown(value)} as its attribute '{name}'"
             raise RuntimeError(
                 f"'{door.name}' {now}, and did something else before for arguments of the same shapes: other processes "
                 "cannot know that; let shapes, numbers and what there is depend on the shapes of the arguments alone, "
-                "return numbers as tensors, or give a balance that keeps the module and all that use it in one process"
+                "return numbers as tensors, count in a buffer, or give a balance that keeps the module and all that "
+                "use it in one process"
             )
         return effect.attributes, [given[k] for k in effect.changed]
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
     def pass_by(
-        self, door: Door, args: Any, kwargs: Any, column: int, import_tensor: Callable[[Tensor], Tensor]
-    ) -> tuple[Any] | None:
-        """Return stand-ins for what a module returns that is known to do nothing else; None for any other.
+        self,
+        door: Door,
+        args: Any,
+        kwargs: Any,
+        column: int,
+        import_all: Callable[[list[Tensor]], list[Tensor]],
+        replace: Callable[[Tensor], object],
+        hear: Callable[[Callable[[], _Effect]], _Effect],
+    ) -> Any:
+        """Do here what a module of another process does there, and return what it returns, with stand-ins.
 
         Every process passes by most modules of a model, so this walks through the arguments once.
 
@@ -228,53 +223,29 @@ class RemoteDoors:
             door: the door
             args, kwargs: the arguments, not imported yet
             column: the column of the module
-            import_tensor: imports an argument into that column
-        """
-        key, given = self._note(door, args, kwargs)
-        returned = self._returned.get(key)
-        if returned is None:
-            return None
-        imported = [*map(import_tensor, given)]
-        if [tensor.requires_grad for tensor in imported] != [tensor.requires_grad for tensor in given]:
-            return None  # A tensor that all processes have was changed in place by a column that trains.
-        return (returned.made(imported, column, self._settings.devices[column]),)
-
-    def call(
-        self,
-        door: Door,
-        args: Any,
-        kwargs: Any,
-        column: int,
-        replace: Callable[[Tensor], object],
-        hear: Callable[[Callable[[], _Effect]], _Effect],
-    ) -> Any:
-        """Do here what a module of another process does there, and return what it returns, with stand-ins.
-
-        Args:
-            door: the door
-            args, kwargs: the arguments, imported
-            column: the column of the module
+            import_all: imports the tensors among them, and in caches among them
             replace: lets the column own an argument that all processes have had until now
             hear: returns what a function does that waits for the other process
         """
         key, given = self._note(door, args, kwargs)
-        if key not in self._known:
+        imported = import_all(given)
+        if [one.requires_grad for one in imported] != [one.requires_grad for one in given]:
+            # A tensor that all processes have was changed in place by a column that trains.
+            new = {id(one): other for one, other in zip(given, imported)}
+            key, _ = self._note(door, *mapped((args, kwargs), lambda one: new[id(one)], objects=True))
+        effect = self._known.get(key)
+        if effect is None:
             effect = hear(partial(self._look_up, door, key))
             if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
                 self._known.clear()
-                self._returned.clear()
             self._known[key] = effect
-            returned, *others = effect.forms.value
-            # Others, as caches, are imported in another order, which is to be the same in all processes.
-            if effect.forms.is_plain and not any([*effect[1:], *others]) and abstracted((args, kwargs)).is_plain:
-                self._returned[key] = effect.forms._replace(value=returned)
-        effect = self._known[key]
-        output, seen, kept, arguments = effect.forms.made(given, column, self._settings.devices[column])
-        _change(given, effect.changed, replace)
+        output, seen, kept, arguments = effect.forms.made(imported, column, self._settings.devices[column])
+        _change(imported, effect.changed, replace)
         show_calls(door.module, effect.hooked, seen)
         put_values(door.module, effect.attributes, kept)
         if arguments is not None:
-            refill((args, kwargs), arguments)
+            originals = {id(one): other for one, other in zip(imported, given)}
+            refill((args, kwargs), mapped(arguments, lambda one: originals.get(id(one), one), objects=True))
         return output
 
     def _look_up(self, door: Door, key: Any) -> _Effect:

@@ -318,16 +318,18 @@ class RemoteFrame(Frame):
 
     def _visit_here(self, door: Door, args: Any, kwargs: Any) -> Any:
         imports = self.imports
-        if not self._columns.is_mine(imports.column):
-            made = imports.doors.pass_by(door, args, kwargs, imports.column, imports.import_tensor)
-            if made is not None:
-                return made[0]
-        return super()._visit_here(door, args, kwargs)
+        if self._columns.is_mine(imports.column):
+            return super()._visit_here(door, args, kwargs)
+
+        def import_all(tensors: list[Tensor]) -> list[Tensor]:
+            imported = [*map(imports.import_tensor, tensors)]
+            self._import_caches(door, args, kwargs)
+            return imported
+
+        return imports.doors.pass_by(door, args, kwargs, imports.column, import_all, imports.replace, self._hear)
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
-        if not self._columns.is_mine(column):
-            return doors.call(door, args, kwargs, column, self.imports.replace, self._hear)
         call = doors.begin(door, args, kwargs)
         try:
             output = super()._call(door, args, kwargs)
