@@ -67,6 +67,21 @@ def lines(*layers: nn.Module) -> nn.Sequential:
 # ------------------------------------------------------------------------------------------------ what it computes
 
 
+@pytest.mark.parametrize("front", ["layers", "any module"])
+def test_a_program_of_iterators_serves_every_step(front: str) -> None:
+    """The check at construction ran through the iterators, so the first step found a program of no micro-batch."""
+    given, (x, y) = iter([iter(map(tuple, row)) for row in program("1F1B", 4, [0, 1])]), data()
+    how: dict[str, Any] = {"chunks": 4, "devices": ["cpu:0", "cpu:1"], "loss_fn": F.mse_loss}
+    if front == "layers":
+        model: Any = GPipe(mlp(), [2, 2], schedule=given, **how)  # type: ignore[arg-type]
+    else:
+        model = pipelined(mlp(), x, partitions=2, schedule=given, **how)
+    assert float(model.step(x, target=y)) == float(model.step(x, target=y))
+    model.schedule = iter(program("1F1B", 8, [0, 1]))
+    model.chunks = 8
+    model.step(x, target=y)
+
+
 def test_a_loss_function_that_is_a_module_is_no_layer(devices: Devices) -> None:
     x, y = data()
     model = stepping(mlp(), devices(4), loss_fn=nn.MSELoss())

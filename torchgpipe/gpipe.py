@@ -63,7 +63,7 @@ from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.verify import cycled, verify_fits, verify_home, verify_offload
 from torchgpipe.proof.sequential import SequentialProof
 from torchgpipe.replay.random_numbers import RandomNumbers
-from torchgpipe.schedule import Program, Schedule, places_of, program_of, verify_name
+from torchgpipe.schedule import Program, Schedule, places_of, program_of, verified
 from torchgpipe.schedule.programs import USUAL, given_or_usual
 from torchgpipe.skip.verify import verify_skippables
 
@@ -273,7 +273,7 @@ class GPipe(nn.Module):
 
     @schedule.setter
     def schedule(self, schedule: Schedule) -> None:
-        verify_name(schedule)
+        schedule = verified(schedule)
         if self._loss[0] is not None:  # The devices of a pipeline without a loss, and so without steps, need not fit.
             program_of(schedule, self._chunks if callable(schedule) else None, self._places)
         self._schedule = schedule

@@ -19,7 +19,7 @@ from torchgpipe.schedule import (
     simulate,
     verify,
 )
-from torchgpipe.schedule.action import at_once
+from torchgpipe.schedule.action import at_once, with_recomputation
 from torchgpipe.schedule.programs import SPLITTING, usual_places
 
 #: The time of forward, with backward of twice that time, or of that time for each half.
@@ -179,3 +179,10 @@ def test_costs_memory_and_transfers_of_a_simulation() -> None:
 
 def test_the_backward_of_the_last_partition_comes_at_once() -> None:
     assert at_once(program("ZeroBubble", 4, [0, 1, 2, 3])) == {(i, 3) for i in range(4)}
+
+
+def test_of_all_but_the_last_the_last_is_the_one_that_runs_last() -> None:
+    """With the order 1, 2, 0 of the longest in the middle, micro-batch 2 was spared, and 0 ran again at once."""
+    lists = program_of("GPipe", 3, [0, 1], [1, 2, 0])
+    again = [[action for action in row if action.kind == "R"] for row in with_recomputation(lists, [2, 2])]
+    assert again == [[Action("R", 2, 0), Action("R", 1, 0)], [Action("R", 2, 1), Action("R", 1, 1)]]

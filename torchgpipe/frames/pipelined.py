@@ -44,7 +44,7 @@ from torchgpipe.model.retry import OnShortage, verify_on_oom
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
 from torchgpipe.processes.processes import Processes
-from torchgpipe.schedule import Schedule, verify_name
+from torchgpipe.schedule import Schedule, verified
 from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
 
 __all__ = ["pipelined", "pipelined_apart", "runs_of", "verify_module"]
@@ -226,7 +226,7 @@ def _pipelined(
             "as torchgpipe.MicroBatches([...]), if mini-batches are never split"
         )
     count = len(window or ()) if chunks is None else verify_chunks(chunks)
-    schedule = given_or_usual(schedule, offload=bool(offload))
+    schedule = verified(given_or_usual(schedule, offload=bool(offload)))
     limits = verify_offload(offload, slots, pin)
     if offload:
         verify_home(module.named_parameters())
@@ -242,7 +242,6 @@ def _pipelined(
         if offload:
             raise ValueError("offload= is for one process; over several, leave it out, and give more processes")
         places, fixed = _devices_of_processes(processes, devices, partitions, balance), True
-    verify_name(schedule)
     arguments = arguments_of(sample if window is None else window[0])
     with nullcontext() if processes is None else processes.all_together("the study of the sample"):
         if processes is not None:

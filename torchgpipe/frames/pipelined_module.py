@@ -27,7 +27,7 @@ from torchgpipe.model.placement import move_buffers
 from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.processes.stand_in import StandIn
-from torchgpipe.schedule import Schedule, program_of, verify_name
+from torchgpipe.schedule import Schedule, program_of, verified
 
 __all__ = ["ATTRIBUTES", "has_argument", "is_pipelined", "make_pipelined", "runs_of", "verify_fitting"]
 
@@ -328,7 +328,7 @@ class _Setting:
 
 
 def verify_fitting(settings: Settings, schedule: Schedule) -> Schedule:
-    verify_name(schedule)
+    schedule = verified(schedule)
     program_of(schedule, settings.chunks if callable(schedule) else None, settings.places)
     return schedule
 

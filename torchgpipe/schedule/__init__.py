@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.drawing import draw_svg, draw_text
-from torchgpipe.schedule.programs import NAMES, Schedule, ScheduleName, places_of, program, program_of, verify_name
+from torchgpipe.schedule.programs import NAMES, Schedule, ScheduleName, places_of, program, program_of, verified
 from torchgpipe.schedule.simulation import COSTS, Simulation, simulate
 
 __all__ = [
@@ -23,6 +23,6 @@ __all__ = [
     "program",
     "program_of",
     "simulate",
+    "verified",
     "verify",
-    "verify_name",
 ]

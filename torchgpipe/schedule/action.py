@@ -89,17 +89,24 @@ def with_recomputation(program: Program, counts: Sequence[int]) -> list[list[Act
 
     Args:
         program: a list of actions for each device
-        counts: for each partition, how many micro-batches, from the first on, are recomputed, unless backward follows
-            forward on the device
+        counts: for each partition, how many micro-batches, from the first that it runs on, are recomputed, unless
+            backward follows forward on the device
     """
     kept = at_once(program) if any(counts) else set()
+    #: By partition, its micro-batches in the order in which it runs them.
+    order: dict[int, list[int]] = {}
+    for actions in program:
+        for kind, i, j in actions:
+            if kind == "F":
+                order.setdefault(j, []).append(i)
+    recomputed = {(i, j) for j, numbers in order.items() for i in numbers[: counts[j]]} - kept
     return [
         [
             done
             for kind, i, j in actions
             for done in (
                 [Action("R", i, j), Action(kind, i, j)]
-                if kind in ("B", "I") and i < counts[j] and (i, j) not in kept
+                if kind in ("B", "I") and (i, j) in recomputed
                 else [Action(kind, i, j)]
             )
         ]

@@ -46,7 +46,7 @@ __all__ = [
     "program",
     "program_of",
     "usual_places",
-    "verify_name",
+    "verified",
 ]
 
 ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half", "LayerMajor"]
@@ -82,14 +82,31 @@ def given_or_usual(schedule: Schedule, *, offload: bool) -> Schedule:
     return schedule
 
 
-def verify_name(schedule: Schedule) -> None:
-    """Raise an error if there is no schedule of this name.
+def verified(schedule: Schedule) -> Schedule:
+    """Return a schedule; of a program a copy in lists, because every step runs through it, and iterators end.
 
     Raises:
-        ValueError: there is none.
+        TypeError: the schedule is neither a name nor a program.
+        ValueError: there is no schedule of this name.
     """
     if schedule is None or (isinstance(schedule, str) and schedule not in NAMES):
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, or a program, but got {schedule!r}")
+    return schedule if isinstance(schedule, str) or callable(schedule) else _actions(schedule)
+
+
+def _actions(rows: Program) -> list[list[Action]]:
+    """Return the actions of a program of a user, with plain tuples, lists or iterators in place of actions and lists.
+
+    Raises:
+        TypeError: it is no program.
+    """
+    try:
+        return [[*map(Action._make, row)] for row in rows]
+    except TypeError as error:
+        raise TypeError(
+            "a program is a list of actions (kind, i, j) for each device, as schedule.program('1F1B', 4, [0, 1]) "
+            f"returns, but got {rows!r:.200} ({error})"
+        ) from error
 
 
 def places_of(devices: Sequence[object]) -> list[int]:
@@ -125,22 +142,14 @@ def program_of(schedule: Schedule, m: int | None, places: Sequence[int], order: 
         return [[Action(kind, order[i], j) for kind, i, j in actions] for actions in usual]
     if isinstance(schedule, str):
         return program(schedule, m or 1, places)
-    # A program of a user may have plain tuples, lists or iterators in place of actions and lists.
-    rows = schedule(m or 1, list(places)) if callable(schedule) else schedule
-    try:
-        actions = tuple(tuple(map(Action._make, row)) for row in rows)
-    except TypeError as error:
-        raise TypeError(
-            "a program is a list of actions (kind, i, j) for each device, as schedule.program('1F1B', 4, [0, 1]) "
-            f"returns, but got {rows!r:.200} ({error})"
-        ) from error
+    actions = _actions(schedule(m or 1, list(places)) if callable(schedule) else schedule)
     count = 1 + max([action.i for row in actions for action in row], default=-1)
     if m is not None and count != m:
         raise ValueError(
             f"the program is for {count} micro-batches, but the mini-batch has {m}; drop a last, smaller mini-batch, "
             "or let schedule be a function that takes the number of micro-batches and the places, and returns a program"
         )
-    _verify(actions, count, tuple(places))
+    _verify(tuple(map(tuple, actions)), count, tuple(places))
     return actions
 
 
@@ -165,7 +174,7 @@ def program(name: ScheduleName, m: int, places: Sequence[int]) -> list[list[Acti
     Raises:
         ValueError: there is no such schedule, or its partitions have to be placed in another way.
     """
-    verify_name(name)
+    verified(name)
     return [list(row) for row in _program(name, m, tuple(places))]
 
 

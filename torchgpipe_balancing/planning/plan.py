@@ -18,7 +18,7 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.model.given import MicroBatches, length_of, order_of
 from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
-from torchgpipe.schedule.programs import RESIDENT, verify_name
+from torchgpipe.schedule.programs import RESIDENT, verified
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning.candidates import (
     PlanInput,
@@ -276,7 +276,7 @@ def _schedules(schedule: str | Collection[str]) -> tuple[ScheduleName, ...]:
     for name in names:
         if not isinstance(name, str):
             raise ValueError(f"a plan tries schedules by name, of {', '.join(NAMES)}, but got {name!r}")
-        verify_name(cast(Any, name))
+        verified(cast(Any, name))
     return tuple(names)
 
 
