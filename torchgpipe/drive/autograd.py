@@ -33,7 +33,7 @@ from torchgpipe.drive.nodes import CellNode, Recompute
 from torchgpipe.graph.dependency import fork, join
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.model.data_parallel import is_replicated
-from torchgpipe.model.microbatch import Batch, Skips
+from torchgpipe.model.microbatch import Batch, Skips, set_apart
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
@@ -93,6 +93,8 @@ class ForwardPass:
             replicated=is_replicated(),
             listener=self._listener,
         )
+        if not checkpointed[0]:  # What runs again must not change its input, and must know whether the caller has.
+            set_apart(batches)
         self._lanes: list[Lane] = [None] * len(self.columns)
         # A transform of torch.func has an autograd of its own, which knows no graphs inside of graphs.
         is_recorded = self._listener is not None and not transforms_are_active()

@@ -28,7 +28,7 @@ from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.graph.cut import CutGraph
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.listener import Listener
-from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.microbatch import Batch, set_apart
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.offload.aliases import make_aliases
@@ -192,6 +192,7 @@ class MicroBatches:
         self.residence = residence_of(aliases, streams, places, listener, watches=watches)
         #: The inputs that require grad, with where their gradients arrive.
         self._inputs: list[tuple[Tensor, Arrival]] = []
+        set_apart(inputs)
         self._values = {(i, 0): self._entering(batch) for i, batch in enumerate(inputs)}
         self._skips: dict[tuple[int, SkipKey], tuple[Kept, Source | None]] = {}
         #: Where each skip is popped.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.device import bring
-from torchgpipe.devices.torch_internals import pytree
+from torchgpipe.devices.torch_internals import forward_mode_is_active, pytree, transforms_are_active
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.model.given import MicroBatches, refuse_strided_nested, verify_independent
 from torchgpipe.skip.namespace import SkipKey
@@ -32,6 +32,7 @@ __all__ = [
     "has_an_item_for_each",
     "rows_of",
     "scatter",
+    "set_apart",
     "sizes_of",
     "split_rows",
     "tell_of_few",
@@ -380,6 +381,22 @@ def _check_batch_sizes(value: Any, leaves: list[Any]) -> None:
         f"all tensors of the input must have the same size in dimension 0, the batch, but {shapes}; "
         "wrap those to be passed whole to every micro-batch in NoChunk"
     )
+
+
+def set_apart(batches: Sequence[Batch]) -> None:
+    """Give the parts of one tensor versions of their own, so that a layer may change its input in place.
+
+    The last micro-batch keeps the version of the mini-batch: by that its backward, which comes first, notices that the
+    caller has changed the mini-batch since forward. What goes whole to every micro-batch stays as it is.
+    """
+    if transforms_are_active() or forward_mode_is_active():
+        return  # They would lose the tensor.
+    *others, last = batches
+    bases = {id(leaf._base): leaf for leaf in last.leaves if leaf is not None and leaf._base is not None}
+    for batch in others if bases else ():
+        batch.leaves = tuple(
+            [x if x is None or x.requires_grad or bases.get(id(x._base), x) is x else x.data for x in batch.leaves]
+        )
 
 
 def gather(batches: list[Batch], source: str = "the last layer") -> Any:
