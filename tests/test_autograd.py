@@ -164,6 +164,28 @@ def test_captured_tensors(pipe: Pipe, checkpoint: str, used_by: tuple[int, ...],
     assert_right_or_refused(lambda: model(x), checkpoint, *zip([leaf, x], expected))
 
 
+class Fails(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("no gradient today")
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_an_error_of_a_layer_that_captures_a_tensor_comes_through(pipe: Pipe, checkpoint: str, stepped: bool) -> None:
+    """It was taken for the sign that a cell had freed what the captured tensor was computed from."""
+    leaf = torch.ones(2, requires_grad=True)
+    layers = nn.Sequential(nn.Linear(2, 2), Apply(lambda x: Fails.apply(x) * leaf))
+    model = pipe(layers, [1, 1], chunks=2, checkpoint=checkpoint, loss_fn=lambda output, _: output.mean())
+    with pytest.raises(RuntimeError, match="no gradient today"):
+        model.step(torch.rand(4, 2)) if stepped else model(torch.rand(4, 2)).sum().backward()
+
+
 @pytest.mark.parametrize("returned", [True, False])
 def test_a_captured_tensor_without_a_node(pipe: Pipe, checkpoint: str, returned: bool) -> None:
     """It is returned as it is, or it is the weight of a layer in another partition."""

@@ -42,9 +42,10 @@ def add_to_grad(
     """
     try:
         accumulate(roots, grads, keep_graph)
-    except RuntimeError:
+    except RuntimeError as error:
         # The first cell that uses a captured non-leaf frees what that was computed from.
-        _refuse_captured(roots, [*leaves, *owned])
+        if "backward through the graph a second time" in str(error):
+            _refuse_captured(roots, [*leaves, *owned])
         raise
     return [leaf.grad for leaf in leaves]
 
