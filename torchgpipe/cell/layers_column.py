@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.devices.stream import Stream, Streams
+from torchgpipe.devices.torch_internals import has_gradient_hooks
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.gradients.of_calls import ParameterGradients
 from torchgpipe.gradients.sums import add_to_grad
@@ -172,6 +173,11 @@ class LayersColumn(Column):
     def gradients(self) -> ParameterGradients:
         """The gradients of the parameters; made by the first cell that is a graph of its own."""
         return ParameterGradients(self._trained, self._frozen, self.stream.device, replicated=self._replicated)
+
+    @cached_property
+    def is_heard(self) -> bool:
+        """Whether a parameter has a hook, which must not hear None."""
+        return any(map(has_gradient_hooks, self._trained))
 
     def forget_casts(self) -> None:
         """Clear the casts that autocast keeps, so that a later call casts weights anew; a step does so at its end."""

@@ -202,8 +202,8 @@ def _pass_plain(column: LayersColumn, i: int, batch: Batch, lane: Lane) -> tuple
         lane = None
     if column.leaving:
         output = output.replace(wait(column.leaving, i, output.leaves))
-    if column.lane_device is not None and lane is None and i < column.m - 1:
-        output, lane = _branch(output)
+    if column.lane_device is not None and lane is None and (i < column.m - 1 or column.is_heard):
+        output, lane = _branch(output, column)
     return output, lane
 
 
@@ -254,7 +254,7 @@ def _tie(batch: Batch, lanes: Sequence[Tensor]) -> bool:
     return False
 
 
-def _branch(batch: Batch) -> tuple[Batch, Lane]:
+def _branch(batch: Batch, column: LayersColumn) -> tuple[Batch, Lane]:
     """Begin a lane at all leaves of a batch; None if nothing requires grad.
 
     At all of them, or the engine might differentiate a part of the cell too early.
@@ -262,6 +262,6 @@ def _branch(batch: Batch) -> tuple[Batch, Lane]:
     graph = {k: leaf for k, leaf in enumerate(batch.leaves) if leaf is not None and leaf.requires_grad}
     if not graph:
         return batch, None
-    *forked, lane = fork(*graph.values())
+    *forked, lane = fork(*graph.values(), heard=column.is_heard)
     replaced = dict(zip(graph, forked))
     return batch.replace(tuple([replaced.get(k, leaf) for k, leaf in enumerate(batch.leaves)])), lane

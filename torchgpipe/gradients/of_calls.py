@@ -12,6 +12,8 @@ But a hook of a parameter, and DistributedDataParallel, must see the gradient of
 `torch.autograd.grad` and `backward(inputs=...)` must leave every other ``.grad`` as it is. Then the gradients of the
 cells are summed beside ``.grad``, and Deliver returns the sums to the engine, which does the rest. That costs another
 set of gradients for the sums, and one more while a cell is differentiated.
+
+The engine calls the hooks of a parameter without a sum, too, and there an optimizer would step. So that is refused.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.sums import add_to_grad, captured_by, differentiate_into, refusal
 from torchgpipe.graph.function import Edge, Function, unshared
 from torchgpipe.graph.phony import get_phony
+from torchgpipe.graph.unheard import refuse_unheard
 
 __all__ = ["ParameterGradients"]
 
@@ -44,17 +47,16 @@ class ParameterGradients:
         phony: an input of every cell that is differentiated here
     """
 
-    __slots__ = ("_adds_in", "_frozen", "_leaf", "_listens_always", "_parameters", "_sums", "phony")
+    __slots__ = ("_frozen", "_leaf", "_listens_always", "_parameters", "_sums", "phony")
 
     def __init__(
         self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device, *, replicated: bool
     ) -> None:
         self._parameters, self._frozen = parameters, frozen
         self._listens_always = replicated or not all([parameter.is_leaf for parameter in parameters])
-        #: The last backward pass that was found to have no listener.
-        self._adds_in: int | None = None
-        #: By backward pass, the sum of each parameter's gradients. What a pass that fails leaves goes with the graph.
-        self._sums: dict[int, list[Leaf]] = {}
+        #: By backward pass, the sum of each parameter's gradients; None in a pass that was found to have no listener.
+        #: What a pass that fails leaves goes with the graph.
+        self._sums: dict[int, list[Leaf] | None] = {}
         leaf = get_phony(device).requires_grad_()
         self.phony: Tensor = Deliver.apply(self._sums, leaf, *parameters)
         node: Any = self.phony.grad_fn
@@ -80,18 +82,18 @@ class ParameterGradients:
                 gradient of that tensor would be lost, or arrive in parts where a hook listens.
         """
         this, owned = current_pass(), (*self._parameters, *self._frozen)
-        sums = self._sums.get(this)
-        if sums is None and (this == self._adds_in or self._nothing_listens()):
-            if this != self._adds_in:
-                for tensor in captured_by(roots, [*leaves, *owned]):
-                    if has_gradient_hooks(tensor):
-                        raise refusal(tensor)
-                self._adds_in = this
+        if this not in self._sums and self._nothing_listens():
+            for tensor in captured_by(roots, [*leaves, *owned]):
+                if has_gradient_hooks(tensor):
+                    raise refusal(tensor)
+            self._sums[this] = None
+        if this not in self._sums and will_run(self.phony.grad_fn):
+            self._sums[this] = [None] * len(self._parameters)
+        sums = self._sums.get(this, [])
+        if sums is None:
             with unshared(owned):
                 return add_to_grad(owned, roots, grads, leaves, keep_graph=keep_graph)
-        if sums is None and will_run(self.phony.grad_fn):
-            sums = self._sums[this] = [None] * len(self._parameters)
-        return differentiate_into(sums or [], owned, roots, grads, leaves, keep_graph=keep_graph)
+        return differentiate_into(sums, owned, roots, grads, leaves, keep_graph=keep_graph)
 
     def _nothing_listens(self) -> bool:
         """Return whether this pass asks for all gradients, and nothing must see them whole."""
@@ -108,12 +110,15 @@ class Deliver(Function):
     """Forward: a phony for all cells that are differentiated here. Backward: the sums, if the pass has any."""
 
     @staticmethod
-    def forward(ctx: Any, sums: dict[int, list[Leaf]], leaf: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: dict[int, list[Leaf] | None], leaf: Tensor, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.sums = sums
         return get_phony(leaf.device)
 
     @staticmethod
     def backward(ctx: Any, _phony: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = ctx.sums.pop(current_pass(), None) or [None] * (len(ctx.needs_input_grad) - 2)
-        return None, None, *sums
+        (leaf, _), *ends = ctx.next_functions
+        sums = ctx.sums.pop(current_pass(), [None] * len(ends))
+        if sums is not None and will_run(leaf):  # Else the pass names its inputs, and steps nothing.
+            refuse_unheard(ends, sums)
+        return None, None, *(sums or [None] * len(ends))

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks
+from torchgpipe.devices.torch_internals import has_gradient_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.gradients.set_aside import SetAside
 from torchgpipe.gradients.sums import refusal, sum_of
 from torchgpipe.graph.function import accumulate
+from torchgpipe.graph.unheard import hook_first
 
 __all__ = ["with_gradients"]
 
@@ -126,10 +127,7 @@ class _Delivery:
 def _guard(parameter: Tensor) -> Any:
     """Refuse gradients that do not come from an alias, of which the hooks of a parameter would hear each part."""
 
-    def refuse(_: Tensor) -> None:
+    def refuse(_: Leaf) -> None:
         raise refusal(parameter)
 
-    handle: Any = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
-    hooks: Any = gradient_hooks(parameter)
-    hooks.move_to_end(handle.id, last=False)
-    return handle
+    return hook_first(parameter, refuse)
