@@ -17,7 +17,6 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.drive.autograd import ForwardPass
 from torchgpipe.drive.step import run_step
-from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
@@ -194,7 +193,6 @@ class GPipe(nn.Module):
         self.training = module.training
         verify_initialised(module, self.checkpoint)
         self._mechanisms = Mechanisms()
-        self._lock = StepLock()
         verify_loss(loss_fn, weight, reduce)
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight, reduce
@@ -324,7 +322,7 @@ class GPipe(nn.Module):
         gathered = self._gather if window_of((inputs, keywords)) is None else values_of
         if self._host_memory is not None:
             return self._forward_from_host_memory(batches, gathered)
-        with mini_batch(len(batches), self):
+        with self._mechanisms.lock.held(), mini_batch(len(batches), self):
             views, devices, checkpointed = self._views(len(batches))
             ForwardPass(views, devices, batches, checkpointed, self._mechanisms).run()
             return gathered(batches)
@@ -375,7 +373,6 @@ class GPipe(nn.Module):
             backward=torch.is_grad_enabled(),
             replicas=self._replicas,
             schedule=schedule,
-            lock=self._lock,
             random_numbers=RandomNumbers(self, devices),
             host_memory=self._host_memory,
             watches=kind is not None and kind not in self._watched,

@@ -10,7 +10,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import torchgpipe.drive.autograd
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply
-from tests.plain import Outcome, assert_same, outcome, plain_outcome, run_plain
+from tests.plain import Outcome, assert_equal, assert_same, gradients, outcome, plain_outcome, run_plain
 from tests.random_pipelines import MODES
 from torchgpipe import GPipe, MicroBatches, is_checkpointing, is_recomputing, pipelined
 
@@ -190,6 +190,65 @@ def test_workers_of_the_cpu_share_its_cores() -> None:
 
 
 # ------------------------------------------------------------------------------------------ beside each other
+
+
+@pytest.mark.parametrize("what", ["call", "evaluation", "backward"])
+def test_what_runs_beside_a_step_waits_for_it(pipe: Pipe, what: str) -> None:
+    """It found aliases in the modules: a call got no gradient, and a recomputation was one of other layers."""
+    x, beside = batch().detach(), list[Future[Any]]()
+    results: list[Tensor] = []
+
+    def meet(input: Tensor) -> Tensor:
+        if steps and not beside:
+            beside.append(pool.submit(run))
+            while not (beside[0].done() or model._mechanisms.lock._changed._waiters):  # type: ignore[attr-defined]
+                pass
+        return input
+
+    def run() -> None:
+        with torch.set_grad_enabled(what != "evaluation"):
+            loss = early if what == "backward" else model(x).square().sum()
+        results.append(loss.detach())
+        if what != "evaluation":
+            loss.backward()
+
+    def all_of_it() -> dict[str, Tensor | None]:
+        model.zero_grad()
+        model.step(x)
+        beside[0].result(TIMEOUT) if steps else run()
+        return gradients(model)
+
+    layers = nn.Sequential(Apply(meet), *build())
+    model = pipe(layers, [2, 2, 2], chunks=3, checkpoint="always", loss_fn=lambda output, _: output.mean())
+    steps = False
+    early = model(x).square().sum()
+    expected = all_of_it()
+    early = model(x).square().sum()
+    with ThreadPoolExecutor(1) as pool:
+        steps = True
+        assert_equal(all_of_it(), expected)
+    assert torch.equal(results[0], results[1])
+
+
+def test_a_loss_may_run_its_own_model(pipe: Pipe, checkpoint: str) -> None:
+    """In a worker, which is another thread than the one that has the lock. A step there would exchange parameters."""
+    x, y = batch().detach(), batch(1).detach()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - run(target)).square().mean()
+
+    run: Callable[[Tensor], Tensor] = build()
+    plain = run
+    for part, target in zip(x.chunk(3), y.chunk(3)):
+        (loss_fn(plain(part), target) * (1 / 3)).backward()
+    run = model = pipe(build(), [2, 2, 1], chunks=3, checkpoint=checkpoint, loss_fn=loss_fn, reduce="mean")
+    model.step(x, y)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    run = lambda target: model.step(target, target)  # noqa: E731
+    if len(set(model.devices)) > 1:
+        with pytest.raises(RuntimeError, match="run by its own layers or its loss"):
+            model.step(x, y)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])

@@ -162,7 +162,7 @@ class LayersCell(Cell):
             Exception: what a layer raises, with a note of the cell.
         """
         try:
-            with self.column.recorded("recomputation", self.i):
+            with self.column.finding_parameters(), self.column.recorded("recomputation", self.i):
                 return self.column.ambient.run(self._recompute, leaves)
         except BaseException as error:
             self.column.note(error, self.i, "recomputation")

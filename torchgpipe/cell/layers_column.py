@@ -7,6 +7,7 @@ outlives the call where the autograd graph does: a recomputation compares the la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import has_gradient_hooks
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.gradients.of_calls import ParameterGradients
+from torchgpipe.gradients.step_lock import StepLock, calls
 from torchgpipe.gradients.sums import add_to_grad
 from torchgpipe.graph.function import Edge
 from torchgpipe.listener.label import labelled
@@ -48,11 +50,13 @@ class Mechanisms:
         streams: the source of streams
         dependency: whether to fix the order of micro-batches at backward
         recorder: the listener to what runs when, if there is one
+        lock: held while a call or a step of the pipeline runs, or a part of backward that finds its parameters
     """
 
     streams: Streams = field(default_factory=Streams)
     dependency: bool = True
     recorder: Recorder | None = None
+    lock: StepLock = field(default_factory=StepLock)
 
 
 class LayersColumn(Column):
@@ -74,6 +78,7 @@ class LayersColumn(Column):
         replicated: whether DistributedDataParallel is around the call
         in_program: whether a program runs backward, while the layers have aliases of their parameters
         listener: the listener of this mini-batch, if there is one
+        lock: the lock of the pipeline
 
     Attributes:
         facts: what a note about memory is made from; None in a program, whose executor makes these notes
@@ -100,6 +105,7 @@ class LayersColumn(Column):
         replicated: bool = False,
         in_program: bool = False,
         listener: Listener | None = None,
+        lock: StepLock,
     ) -> None:
         routes = [leaving, *[portal.route for portal in sending]]
         super().__init__(j, "", stream, m, listener, [route for route in routes if route is not None])
@@ -109,6 +115,7 @@ class LayersColumn(Column):
         self.lane_device = stream.device if ordered else None
         self.in_program = in_program
         self.facts: MiniBatchFacts | None = None
+        self._lock, self._calls = lock, calls.get()
         self._replicated = replicated
         self._partition = partition
         # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
@@ -173,6 +180,10 @@ class LayersColumn(Column):
     def gradients(self) -> ParameterGradients:
         """The gradients of the parameters; made by the first cell that is a graph of its own."""
         return ParameterGradients(self._trained, self._frozen, self.stream.device, replicated=self._replicated)
+
+    def finding_parameters(self) -> AbstractContextManager[None]:
+        """Keep steps in other threads from exchanging parameters for a ``with`` block."""
+        return self._lock.held(self._calls)
 
     @cached_property
     def is_heard(self) -> bool:
@@ -295,6 +306,7 @@ def make_columns(
             replicated=replicated,
             in_program=in_program,
             listener=listener,
+            lock=mechanisms.lock,
         )
         for j, partition in enumerate(partitions)
     ]

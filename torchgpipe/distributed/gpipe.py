@@ -28,7 +28,6 @@ from torchgpipe.devices.typing import Device
 from torchgpipe.distributed.forms import Forms
 from torchgpipe.distributed.micro_batches import Crossings, RemoteMicroBatches, part_of_program
 from torchgpipe.drive.step import run_step
-from torchgpipe.gradients.aliases import StepLock
 from torchgpipe.gradients.clip import clip_grad_norm, not_for_norms
 from torchgpipe.gradients.replicas import MeshReplicas
 from torchgpipe.model import microbatch
@@ -131,7 +130,7 @@ class DistributedGPipe(nn.Module):
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
-        self._mechanisms, self._lock = Mechanisms(), StepLock()
+        self._mechanisms = Mechanisms()
         self._replicas = MeshReplicas(self._processes, self.device)
         #: How often layers have drawn random numbers that were known to draw none.
         self._surprises = 0
@@ -327,7 +326,6 @@ class DistributedGPipe(nn.Module):
                 backward=torch.is_grad_enabled(),
                 replicas=self._replicas,
                 schedule=self._schedule,
-                lock=self._lock,
                 random_numbers=numbers,
                 kind=partial(RemoteMicroBatches, Crossings(processes, self._skips, forms)),
             )

@@ -7,7 +7,7 @@ j is a partition. Here j is a view, which may be a part of a partition, or sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -62,7 +62,6 @@ def run_step(
     backward: bool,
     replicas: Replicas,
     schedule: Schedule,
-    lock: AbstractContextManager[Any],
     random_numbers: RandomNumbers,
     host_memory: HostMemory | None = None,
     watches: bool = False,
@@ -82,7 +81,6 @@ def run_step(
         backward: whether to run backward
         replicas: the replicas of the pipeline, which run a step at the same time
         schedule: what the program comes from, for errors
-        lock: held while the layers have aliases of their parameters
         random_numbers: the random numbers of the mini-batch
         host_memory: transfers weights to devices, if they live in host memory
         watches: whether to verify each operation on weights that live in host memory
@@ -91,7 +89,8 @@ def run_step(
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
     """
-    with lock:
+    lock = mechanisms.lock
+    with lock.held(alone=True):
         with replicas.together("the preparation of a step"):
             refuse_transforms()
             listener = begin_step(len(inputs), partitions, devices, mechanisms, program)

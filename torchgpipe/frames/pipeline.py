@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from torchgpipe.frames.weights import own_slots
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.gradients.replicas import MeshReplicas
+from torchgpipe.gradients.step_lock import StepLock
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
@@ -104,7 +104,7 @@ class Pipeline:
         self.identity: Owner = weakref.ref(self)
         self.streams = Streams()
         self.recorder: Recorder | None = None
-        self._lock = threading.RLock()
+        self._lock = StepLock()
         self._structure: tuple[Any, ...] = ()
         # Weakly, as the module is among them.
         self._doors: list[tuple[weakref.ref[nn.Module], str, int]] = []
@@ -284,7 +284,7 @@ class Pipeline:
                 self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
-        with self._lock:
+        with self._lock.held(alone=True):
             aliases = self.aliases(backward=backward)
             return with_gradients(aliases, work, self._replicas)
 
@@ -329,7 +329,7 @@ class Pipeline:
             )
         slots = [(child, name, column) for child in modules for name in child._parameters]
         devices, computing = self.settings.devices, self._computing()
-        with self._lock:
+        with self._lock.held(alone=True):
             aliases = OffloadedAliases(slots, devices, self.streams, self._lock, backward=False, host_memory=memory)
             with (
                 aliases.installed(),
@@ -382,7 +382,7 @@ class Pipeline:
     @contextmanager
     def aliased(self, *, backward: bool, watches: bool = False, alone: bool = False) -> Iterator[Aliases]:
         """Let the modules have aliases of their parameters in a ``with`` block; see `aliases`."""
-        with self._lock:
+        with self._lock.held(alone=True):
             aliases = self.aliases(backward=backward, watches=watches, alone=alone)
             with aliases.installed():
                 yield aliases

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import parameter_like, will_run
 from torchgpipe.devices.typing import Leaf
+from torchgpipe.gradients.step_lock import StepLock, calls
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import nodes_behind, unshared
 from torchgpipe.model.attached import attributes_with, has_memory_of, with_attached
 from torchgpipe.replay.found import registered
 
-__all__ = ["Aliases", "Slot", "StepLock", "weights_of"]
+__all__ = ["Aliases", "Slot", "weights_of"]
 
 #: A place of a parameter: the module, the name there, and the partition.
 Slot = tuple[nn.Module, str, int]
@@ -49,22 +50,6 @@ _differentiating = _Differentiating()
 def _refuse_outside(alias: Tensor) -> None:
     if not _differentiating.is_a_cell:
         raise differentiated_by_itself("the model")
-
-
-class StepLock:
-    """A lock that its owner can be copied and pickled with: the copy has another one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __reduce__(self) -> Any:
-        return StepLock, ()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class Aliases:
@@ -90,14 +75,14 @@ class Aliases:
         slots: Iterable[Slot],
         devices: Sequence[torch.device],
         streams: Streams | None,
-        lock: AbstractContextManager[Any],
+        lock: StepLock,
         *,
         backward: bool,
         watched: bool = False,
     ) -> None:
         self._devices, self._streams = devices, streams
         self._backward, self._watched = backward, watched
-        self._lock = lock
+        self._lock, self._calls = lock, calls.get()
         #: By the id of a parameter, and the partition.
         self._by_partition: dict[tuple[int, int], Tensor] = {}
         #: The parameter of each alias.
@@ -229,7 +214,7 @@ class Aliases:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Let the modules have the aliases in a ``with`` block."""
-        with self._lock:
+        with self._lock.held(self._calls, alone=True):
             try:
                 for module, name, parameter, alias in self._installed:
                     # The caller may have replaced the parameter between forward and backward.

@@ -9,7 +9,6 @@ leaves a partition, and at first each operation, is verified.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
+from torchgpipe.gradients.step_lock import StepLock
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.listener.listener import Heard, unheard
 from torchgpipe.offload.host_memory import FrozenCopy, HostMemory
@@ -44,7 +44,7 @@ class OffloadedAliases(Aliases):
         slots: Iterable[Slot],
         devices: Sequence[torch.device],
         streams: Streams | None,
-        lock: AbstractContextManager[Any],
+        lock: StepLock,
         *,
         backward: bool,
         watched: bool = False,
@@ -239,7 +239,7 @@ def make_aliases(
     slots: Sequence[Slot],
     devices: Sequence[torch.device],
     streams: Streams | None,
-    lock: AbstractContextManager[Any],
+    lock: StepLock,
     host_memory: HostMemory | None,
     *,
     backward: bool,
