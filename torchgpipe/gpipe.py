@@ -466,7 +466,7 @@ class GPipe(nn.Module):
             inputs = self._scatter((input,), self.chunks, self.devices[0], {})
             self._begin(input, 4)
             own_weight = mean.prepare(inputs)
-            program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input)))
+            program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input), self))
             views = self._views(len(inputs))
         mean.total = replicas.total(own_weight)
         finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,41 @@ def test_a_length_is_that_of_the_first_tensor_wherever_it_is() -> None:
     ]
     assert order_of(MicroBatches(forms, order="longest")) == [3, 2, 0, 1]
     assert order_of(MicroBatches(forms)) is None
+
+
+@pytest.mark.parametrize("front", [of_layers, of_any_module])
+def test_running_statistics_of_another_order_are_refused(front: Callable[..., Any]) -> None:
+    """They were those of the order in which micro-batches had run. A norm that is frozen, or deferred, has no order."""
+    xs = [torch.cat([x, x + 1]) for x in batches()]
+    ys = MicroBatches([x.sum(1, keepdim=True) for x in xs])
+    model = layers()
+    model[1] = nn.BatchNorm1d(4, affine=False).double()
+    plain = copy.deepcopy(model)
+    stepping = front(model, {})
+    with pytest.raises(
+        ValueError, match=r"running statistics of '1' \(BatchNorm1d\), .*; leave order= out, freeze the"
+    ):
+        stepping.step(MicroBatches(xs, order="longest"), target=ys)
+    model[1].eval()
+    stepping.step(MicroBatches(xs, order="longest"), target=ys)
+    if front is of_layers:
+        deferred = of_layers(copy.deepcopy(plain), {"deferred_batch_norm": True})
+        again = copy.deepcopy(deferred)
+        deferred.step(MicroBatches(xs, order="longest"), target=ys)
+        again.step(MicroBatches(xs), target=ys)
+        torch.testing.assert_close(deferred[1].running_var, again[1].running_var)
+
+
+@pytest.mark.parametrize("front", [of_layers, of_any_module])
+def test_a_micro_batch_without_rows_weighs_nothing(front: Callable[..., Any]) -> None:
+    """It weighed as much as one row, and its loss, a mean over nothing, was nan."""
+    xs = [*batches(), torch.zeros(0, 4, dtype=torch.float64)]
+    ys, plain, model = [x.sum(1, keepdim=True) for x in xs], layers(), layers()
+    loss_fn(plain(torch.cat(xs)), torch.cat(ys))[0].backward()
+    loss, _ = front(model, {}).step(MicroBatches(xs), target=MicroBatches(ys))
+    torch.testing.assert_close(loss, loss_fn(plain(torch.cat(xs)), torch.cat(ys))[0].detach())
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_an_unknown_order_is_refused() -> None:

@@ -303,7 +303,7 @@ class DistributedGPipe(nn.Module):
         for partition in partitions:  # Layers may have been replaced.
             partition.follow(layers_of(self), training)
         forms, checksum = self._forms.of(inputs, self)
-        order = order_of(microbatch.window_of(input))
+        order = order_of(microbatch.window_of(input), self)
         program = part_of_program(
             self._schedule, m, tuple(processes.owners), processes.rank, None if order is None else tuple(order)
         )

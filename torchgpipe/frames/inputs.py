@@ -229,8 +229,8 @@ class Splitter:
         window = window_of(arguments)
         if window is not None or not self.splits:
             given = [arguments] if window is None else [arguments_of(batch) for batch in window]
-            sizes = [max(1, _rows(part)) for part in given]
-            return SplitBatch(self, arguments, sum(sizes), sizes, given, window)
+            sizes = [*map(_rows, given)]
+            return SplitBatch(self, arguments, sum(sizes) or 1, sizes, given, window)
         rows = self.rows_of(arguments)
         return SplitBatch(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
 
@@ -412,13 +412,13 @@ def window_of(arguments: Arguments) -> MicroBatches | None:
 
 
 def _rows(arguments: Arguments) -> int:
-    """Return the rows of the first tensor that has any; 0 if none has."""
+    """Return the size of dimension 0 of the first tensor that has dimensions; 1 if none has."""
     for value in (*arguments.args, *arguments.kwargs.values()):
         # Most are tensors, and a walk through a container takes as long as an operation.
         for tensor in [value] if isinstance(value, Tensor) else [tensor for _, tensor in each(value, objects=True)]:
             if tensor.dim():
                 return tensor.size(0)
-    return 0
+    return 1
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -264,7 +264,7 @@ class Pipeline:
 
         m = len(batch.sizes)
         if batch.carried is None:
-            actions = program_of(settings.schedule, m, settings.places, order_of(batch.window))
+            actions = program_of(settings.schedule, m, settings.places, order_of(batch.window, self.module))
         else:
             actions = self._in_two_halves(m)  # Keys get gradients from all later chunks, so these come first.
 

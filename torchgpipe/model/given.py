@@ -8,10 +8,11 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchgpipe.model.sequence import CarriedCache, cut_sequence
 from torchgpipe.model.values import each
+from torchgpipe.replay.statistics import Norm
 
 __all__ = [
     "GIVE_THEM",
@@ -171,10 +172,22 @@ def length_of(batch: Any) -> int:
     return next((tensor.numel() for _, tensor in each((batch,), objects=True)), 0)
 
 
-def order_of(window: MicroBatches | None) -> list[int] | None:
-    """Return the numbers of micro-batches in the order in which a step runs them; None if they run as they come."""
+def order_of(window: MicroBatches | None, model: nn.Module | None = None) -> list[int] | None:
+    """Return the numbers of micro-batches in the order in which a step runs them; None if they run as they come.
+
+    Raises:
+        ValueError: a norm of ``model`` keeps running statistics, which would be those of another order.
+    """
     if window is None or window.order is None:
         return None
+    for name, norm in model.named_modules() if model is not None else ():
+        # A deferred norm, which has `chunks`, merges the micro-batches.
+        if isinstance(norm, Norm) and norm.training and norm.track_running_stats and not hasattr(norm, "chunks"):
+            raise ValueError(
+                f"order='longest' would change the running statistics of '{name}' ({type(norm).__name__}), which "
+                "follow the order in which micro-batches run; leave order= out, freeze the norm (norm.eval()), or for "
+                "GPipe give deferred_batch_norm=True"
+            )
     shortest_first = sorted(range(len(window)), key=[length_of(batch) for batch in window].__getitem__)
     return shortest_first[::2] + shortest_first[1::2][::-1]
 

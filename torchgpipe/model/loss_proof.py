@@ -47,7 +47,7 @@ class LossProof:
         """
         if True in self._proved:
             return ()
-        rates = {i: weight / size for i, (weight, size) in enumerate(zip(weights, sizes)) if weight}
+        rates = {i: weight / size for i, (weight, size) in enumerate(zip(weights, sizes)) if weight and size}
         lowest, highest = min(rates, key=rates.__getitem__, default=0), max(rates, key=rates.__getitem__, default=0)
         if len(rates) < 2 or (rates[lowest] == rates[highest] and False in self._proved):
             return ()

@@ -277,17 +277,17 @@ def window_of(value: Any) -> MicroBatches | None:
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, MicroBatches)), None)
 
 
-def rows_of(value: Any) -> int:
-    """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits; 0 if there is none."""
+def rows_of(value: Any, otherwise: int = 0) -> int:
+    """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits, if there is one."""
     leaves = pytree.tree_leaves(value)
-    return next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
+    return next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), otherwise)
 
 
 def sizes_of(value: Any, chunks: int) -> list[int]:
-    """Return the rows of each micro-batch of a mini-batch, given how many it is split into; 1 if there are no rows."""
+    """Return the rows of each micro-batch of a mini-batch, given how many it is split into; 1 if nothing has rows."""
     window = window_of(value)
     if window is not None:
-        return [max(1, rows_of(batch)) for batch in window]
+        return [rows_of(batch, 1) for batch in window]
     return chunk_sizes(rows_of(value), chunks)
 
 
