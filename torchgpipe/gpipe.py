@@ -56,7 +56,7 @@ from torchgpipe.model.verify import (
     verify_names,
 )
 from torchgpipe.model.views import divide
-from torchgpipe.norms.deferred import DeferredBatchNorm
+from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.verify import cycled, verify_fits, verify_home, verify_offload
@@ -211,6 +211,7 @@ class GPipe(nn.Module):
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
+        verify_unshared(self._partitions)
         if limits is not None:
             sizes = [
                 (partition._label, self._devices[partition._index], bytes_of(with_attached(partition.parameters())))

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.conftest import Devices
 from tests.frames.models import TWO, Chain, Decoder, batch, chain, decoder, gradients, same, sample_of
 from tests.layers import Using
-from torchgpipe import GPipe, pipelined
+from torchgpipe import GPipe, MicroBatches, pipelined
 
 X = torch.randn(6, 4, dtype=torch.float64)
 
@@ -649,3 +649,37 @@ def test_an_object_of_torch_comes_to_the_device_of_the_column(devices: Devices) 
 
     model, plain = make(chain(forward, *[Masked(4, 4) for _ in range(4)]), devices(2), checkpoint=True)
     expect_same(model, plain)
+
+
+def test_a_sparse_tensor_goes_from_partition_to_partition_and_is_refused_where_it_would_be_joined() -> None:
+    """Its bytes were asked for, which it has not; and PyTorch cannot differentiate sparse tensors that are joined."""
+    x = torch.rand(4, 4, dtype=torch.float64)
+    to_sparse, to_dense = Using(lambda f, x: f(x).to_sparse(), 4), Using(lambda f, x: f(x.to_dense()), 4)
+    layers = nn.Sequential(to_sparse, to_dense).double()
+    plain = copy.deepcopy(layers)
+    for part in x.chunk(2):
+        plain(part).sum().backward()
+    how: dict[str, Any] = {"chunks": 2, "devices": ["cpu:0", "cpu:1"]}
+    pipelined(layers, x, **how)(x).sum().backward()
+    for mine, theirs in zip(layers.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for model in (
+        pipelined(nn.Sequential(nn.Linear(4, 4), to_sparse).double(), x, verify=False, **how),
+        GPipe(nn.Sequential(nn.Linear(4, 4), to_sparse).double(), [1, 1], **how),
+    ):
+        with pytest.raises(
+            TypeError, match=r"layout torch.sparse_coo, .*; return output.to_dense\(\), or call the model"
+        ):
+            model(x)
+        sum([output.to_dense().sum() for output in model(MicroBatches(x.chunk(2)))]).backward()
+
+
+def test_half_a_model_on_the_meta_device_is_given_memory_first() -> None:
+    """The move was ``model.to('cpu')``, which PyTorch refuses where there is no memory."""
+    x, layers = torch.rand(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    how: dict[str, Any] = {"chunks": 2, "devices": ["cpu:0", "cpu:1"]}
+    with pytest.raises(Exception, match="meta") as caught:
+        pipelined(layers, x, **how)
+    assert "child.to_empty(device='cpu')" in caught.value.__notes__[-1]
+    layers[1].to_empty(device="cpu").reset_parameters()
+    assert pipelined(layers, x, **how)(x).shape == (4, 4)

@@ -152,6 +152,27 @@ def test_a_layer_that_does_not_always_run(pipe: Pipe, checkpoint: str) -> None:
 # A mini-batch is a call of the pipeline
 
 
+@pytest.mark.parametrize("mode", ["always", "never", ["1"]])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_norm_in_two_partitions_is_refused_and_twice_in_one_is_right(mode: Any, stepped: bool) -> None:
+    """Its runs were grouped by every second one, and two partitions run them in another order: variances were 3 times
+    too large."""
+    norm = nn.BatchNorm1d(3, affine=False)
+    layers = nn.Sequential(With(norm, lambda norm, x: norm(x) + 10), With(norm, lambda norm, x: norm(x) * 2)).double()
+    x, plain = torch.randn(8, 3, dtype=torch.float64) * torch.arange(1, 9)[:, None], copy.deepcopy(layers)
+    first = torch.cat([copy.deepcopy(plain[0])(part) for part in x.chunk(4)])
+    plain[0](x)
+    plain[1](first)
+    options: dict[str, Any] = {"chunks": 4, "deferred_batch_norm": True, "checkpoint": mode}
+    options |= {"devices": ["cpu", "cpu"], "loss_fn": lambda output, _: output.mean(), "reduce": "mean"}
+    with pytest.raises(ValueError, match=r"partition 1 is '0.module' of partition 0, .* both uses in one partition"):
+        GPipe(layers, [1, 1], **options)
+    model = GPipe(layers, [2], **options)
+    model.step(x) if stepped else model(x)
+    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_a_call_that_fails_leaves_nothing(pipe: Pipe, checkpoint: str) -> None:
     """Also one whose outputs cannot be gathered."""
     runs = []

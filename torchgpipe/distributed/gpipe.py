@@ -39,7 +39,7 @@ from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
 from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
-from torchgpipe.norms.deferred import DeferredBatchNorm
+from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
@@ -141,6 +141,7 @@ class DistributedGPipe(nn.Module):
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         partitions = split(layers_of(module), self._balance)
+        verify_unshared(partitions)
         self._skips = SkipLayout([list(each.modules()) for each in partitions])
         verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
         self._partitions = [partitions[j] for j in self.stages]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices import links
+from torchgpipe.devices.memory import bytes_of
 from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, versions
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.layout import Crossed
@@ -146,7 +147,7 @@ class Imports:
             result = self._cells[column].import_(result, (self._columns.route(home, column), export))
             if self.i == 0:
                 ends = self._columns.members[home][-1], self._columns.members[column][0]
-                self._columns.crossed.append(Crossed(*ends, tuple(tensor.shape), tensor.dtype, tensor.nbytes))
+                self._columns.crossed.append(Crossed(*ends, tuple(tensor.shape), tensor.dtype, bytes_of([tensor])))
         return result
 
     def _copied(self, tensor: Tensor, source: int) -> Tensor:

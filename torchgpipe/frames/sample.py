@@ -84,9 +84,11 @@ def study(
                     "of the model do all of it, within torch.enable_grad()"
                 )
             if len(places) > 1:
+                move = "move the model to one device first, model.to('cpu')"
+                if torch.device("meta") in places:
+                    move = "give modules on the meta device memory first, child.to_empty(device='cpu'), and weights"
                 error.add_note(
-                    f"the parameters are on {[*map(str, places)]}, where a pipeline may have left them: move the model "
-                    "to one device first, model.to('cpu')"
+                    f"the parameters are on {[*map(str, places)]}, where a pipeline may have left them: {move}"
                 )
             if on_meta:
                 error.add_note(

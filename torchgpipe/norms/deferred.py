@@ -13,6 +13,7 @@ the mini-batch (`mini_batch`), all of them make a single update::
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,7 +29,7 @@ from torchgpipe.norms.convert import convert
 from torchgpipe.norms.moments import Moments, merge
 from torchgpipe.replay.phase import is_recomputing
 
-__all__ = ["DeferredBatchNorm"]
+__all__ = ["DeferredBatchNorm", "verify_unshared"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -237,6 +238,24 @@ class DeferredBatchNorm(BatchNormBase):
                 state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._unfinished = []
+
+
+def verify_unshared(parts: Iterable[nn.Module]) -> None:
+    """Check that no deferred batch norm is in several partitions, which run different micro-batches at a time.
+
+    Raises:
+        ValueError: one is, and which of its runs belong together is unknown.
+    """
+    seen: dict[nn.Module, tuple[int, str]] = {}
+    for j, part in enumerate(parts):
+        for name, norm in part.named_modules():
+            if isinstance(norm, DeferredBatchNorm) and seen.setdefault(norm, (j, name))[0] != j:
+                raise ValueError(
+                    f"the deferred batch norm '{name}' of partition {j} is '{seen[norm][1]}' of partition "
+                    f"{seen[norm][0]}, and partitions run different micro-batches at a time; give a balance that has "
+                    "both uses in one partition, make a copy of it (copy.deepcopy), or leave it as it is "
+                    "(deferred_batch_norm=False)"
+                )
 
 
 def _is_deferrable(module: nn.Module) -> bool:
