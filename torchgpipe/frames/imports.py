@@ -21,9 +21,10 @@ from torch import Tensor
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices import links
 from torchgpipe.devices.memory import bytes_of
-from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, versions
+from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, storage_key, versions
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.layout import Crossed
+from torchgpipe.frames.settings import name_of
 from torchgpipe.transport.route import copy_forward, mark_ready
 
 __all__ = ["Imports", "Known"]
@@ -90,6 +91,26 @@ class Imports:
         k = self._entered.index(column)
         return starts[k], starts[k + 1]
 
+    def _home_of(self, tensor: Tensor, node: Any) -> int:
+        """Return the column in which the graph of a tensor was made, which ends in ``node``.
+
+        Raises:
+            RuntimeError: it is a view, and only an import of its memory was changed in place since.
+        """
+        base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr,no-untyped-call]
+        home = self._home(node)
+        # If the base was changed in place since, autograd has made the node of the view anew just now.
+        if base is None or self._home(base) >= home:
+            return home
+        memory = storage_key(tensor)
+        if any([known.is_changed and storage_key(known.result) == memory for known in self._imports.values()]):
+            raise RuntimeError(
+                f"a view of shape {tuple(tensor.shape)} was made in {name_of(self._columns.members[self._home(base)])}, "
+                "and what it is a view of was changed in place in a later one, which does not reach the graph of the "
+                "view; change a copy, made by clone()"
+            )
+        return self._home(base)
+
     def _home(self, node: Any) -> int:
         """Return the column in which a node of autograd was made."""
         number = sequence_number(node)
@@ -128,7 +149,7 @@ class Imports:
             return alias
         node = tensor.grad_fn
         # A leaf may require grad: the model keeps it, or a library wants it of what a frozen layer returns.
-        home = column if node is None else self._home(node)
+        home = column if node is None else self._home_of(tensor, node)
         if home == column or (records and not self._cells):
             # Without cells, the model builds a graph of its own under no_grad(), and no other.
             result = self._on_this_device(tensor)

@@ -112,7 +112,7 @@ class RemoteImports(Imports):
             return tensor.home
         node = tensor.grad_fn
         if node is not None:
-            home = self._home(node)
+            home = self._home_of(tensor, node)
             if isinstance(node, BackwardCFunction) and not self._columns.is_mine(home):
                 # Its values are here, and its node is older than the columns of this process.
                 raise RuntimeError(
