@@ -772,3 +772,121 @@ def test_rows_that_are_not_in_dimension_0_are_told_with_what_is_split() -> None:
     with pytest.raises(RuntimeError, match="hidden size") as raised:
         pipelined(Recurrent(), (torch.randn(3, 5, 4), torch.randn(1, 3, 4)), chunks=2, devices=TWO)
     assert "split along dimension 0: ['x']; passed whole: ['state']" in raised.value.__notes__[-1]
+
+
+class Penalty(torch.autograd.Function):
+    """Adds a gradient of its own on the way back, as that of an auxiliary loss, whatever the loss of the model is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(own)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
+def penalised(made: Callable[[Chain, Tensor], Tensor], has_loss: bool) -> Any:
+    """Return a model with an auxiliary loss, which adds its gradient by itself."""
+
+    def forward(self: Chain, x: Tensor) -> Tensor:
+        x = Chain.forward(self, x)
+        x = Penalty.apply(x, made(self, x) * self.share)  # type: ignore[no-untyped-call]
+        return x.square().mean() if has_loss else x
+
+    model: Any = chain(forward).double()
+    model.share = 1.0
+    return model
+
+
+def balance(self: Chain, x: Tensor) -> Tensor:
+    return x.softmax(1).mean(0).square().sum()
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_gradient_that_does_not_follow_the_loss_is_refused(has_loss: bool) -> None:
+    """It counts once for each micro-batch. A bug: micro-batches were weighed behind backward, and it was not seen."""
+    said = r"'value': .* let it add 1/3 of that, and give may_differ=\['value'\]" if has_loss else "does not follow"
+    with pytest.raises(ValueError, match=r"the gradient of 'layers.*" + said):
+        two(penalised(balance, has_loss), torch.randn(2, 4).double())
+    if has_loss:
+        model, plain = penalised(balance, True), penalised(balance, True)
+        plain.load_state_dict(model.state_dict())
+        x, model.share = torch.randn(2, 4).double().repeat(3, 1), 1 / 3
+        with pytest.warns(UserWarning, match=r"\['value'\] differ"):
+            two(model, x[:2], may_differ=["value"])
+        for run in (model, plain):
+            run(x).backward()
+        same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_a_gradient_of_each_row_that_does_not_follow_the_loss_is_right(has_loss: bool) -> None:
+    """A penalty that is a sum over rows has the same gradient in any micro-batches."""
+    two(penalised(lambda self, x: x.abs().sum(), has_loss), torch.randn(2, 4).double())
+
+
+class Zero(nn.Module):
+    """A model that couples its rows, behind gates and a head that begin at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.gates = nn.Parameter(torch.zeros(4))
+        self.head = nn.Linear(4, 4)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, gate in zip(self.blocks, self.gates):
+            x = x + gate * block(x - x.mean(0)).relu()
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_zeros_hide_no_rows_that_are_coupled() -> None:
+    """A bug: all that a head of zeros gives is zero, and so are all gradients but its own."""
+    model = Zero()
+    with pytest.raises(ValueError, match=r"'value' of shape \(4, 4\) .* the rows are coupled"):
+        two(model)
+    assert not any([parameter.any() for parameter in (model.gates, *model.head.parameters())])
+
+
+@pytest.mark.parametrize("where", ["sample", "weight", "forward"])
+def test_nan_proves_nothing(where: str) -> None:
+    """Every nan was taken for equal to any other, so a sample of nan proved a model that couples its rows."""
+    model: Any = chain(lambda self, x: Chain.forward(self, x - x.mean(0)) * (float("nan") if where == "forward" else 1))
+    x = torch.randn(2, 4)
+    if where == "weight":
+        model.layers[1].weight.data.fill_(torch.nan)
+    named = {"sample": ", as the argument 'x' has", "weight": r", as 'layers\.1\.weight' of the model has"}
+    with pytest.raises(ValueError, match=f"the output 'value' has nan in the plain model{named.get(where, '')}: every"):
+        two(model, x * torch.nan if where == "sample" else x)
+
+
+def test_a_model_that_changes_from_call_to_call_is_told_so() -> None:
+    """A bug: observers of quantisation were told that their rows were coupled."""
+    quantised = [nn.Sequential(nn.Linear(4, 4), torch.ao.quantization.FakeQuantize()) for _ in range(4)]
+    model = nn.Sequential(*quantised)
+    model(torch.randn(8, 4))
+    with pytest.raises(ValueError, match=r"changes from call to call, .*'0\.1\.scale'.*disable_observer"):
+        two(model)
+    model.apply(torch.ao.quantization.disable_observer)
+    two(model)
+
+
+def test_weights_that_change_in_evaluation_only_are_refused_and_stay() -> None:
+    """As those of RWKV. A bug: a model in training was told that its rows were coupled, and had other weights then."""
+
+    def forward(self: Chain, x: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self.layers[1].weight.div_(2)
+        return Chain.forward(self, x)
+
+    model: Any = chain(forward)
+    before = model.layers[1].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"changes the parameter 'layers\.1\.weight' .* off, as by rescale_every=0"):
+        two(model)
+    assert torch.equal(model.layers[1].weight, before)

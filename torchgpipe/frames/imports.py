@@ -97,17 +97,17 @@ class Imports:
         Raises:
             RuntimeError: it is a view, and only an import of its memory was changed in place since.
         """
-        base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr,no-untyped-call]
+        base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
         home = self._home(node)
         # If the base was changed in place since, autograd has made the node of the view anew just now.
         if base is None or self._home(base) >= home:
             return home
         memory = storage_key(tensor)
         if any([known.is_changed and storage_key(known.result) == memory for known in self._imports.values()]):
+            where = name_of(self._columns.members[self._home(base)])
             raise RuntimeError(
-                f"a view of shape {tuple(tensor.shape)} was made in {name_of(self._columns.members[self._home(base)])}, "
-                "and what it is a view of was changed in place in a later one, which does not reach the graph of the "
-                "view; change a copy, made by clone()"
+                f"a view of shape {tuple(tensor.shape)} was made in {where}, and what it is a view of was changed in "
+                "place in a later one, which does not reach the graph of the view; change a copy, made by clone()"
             )
         return self._home(base)
 

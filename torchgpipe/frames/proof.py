@@ -122,9 +122,9 @@ class FramesProof(PlainSide):
 
     # ------------------------------------------------------------------------------------------------------------ rows
 
-    def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
+    def with_numbers(self, i: int | None, scale: float | None = None) -> tuple[Any, dict[str, Number]]:
         try:
-            return super()._with_numbers(i)
+            return super().with_numbers(i, scale)
         except Exception as error:
             if i is None:
                 error.add_note(
@@ -143,17 +143,31 @@ class FramesProof(PlainSide):
             if has_item_count(self._batch):  # The sum first: in a few rows, a micro-batch may add nothing.
                 to_try.sort(key=lambda rule: rule != "sum")
             tried = [compute_shares(self._settings, self._batch, rule) for rule in to_try]
-        fitting = [k for k, known in enumerate(tried) if self.fits(together, apart, known)]
-        if fitting and self._loss is None:
-            rules[path] = to_try[fitting[0]]
-        if not fitting and path in self._settings.may_differ:
+        values = [number._replace(gradients=None) for number in apart]
+        by_value = [known for known in tried if self.fits(together, values, known)]
+        fitting = [known for known in by_value if self.fits(together, apart, known)]
+        # Gradients that do not follow the loss are right if those of a step are, which begins with the shares.
+        fitting = fitting or [known for known in by_value if self.fits(together, self._scaled(path, known), known)]
+        known = [*fitting, *by_value, *tried][0]
+        may_differ = path in self._settings.may_differ
+        if self._loss is None and (fitting or (by_value and may_differ)):
+            rules[path] = to_try[tried.index(known)]
+        if not fitting and may_differ:
             self.differing.append(path)
             return
-        known = tried[fitting[0] if fitting else 0]
         joined = torch.stack([number.value * share for number, share in zip(apart, known)]).sum()
-        name = "loss" if self._loss is not None else f"'{path}'"
-        fault = "" if fitting else self._describe_number(path, together, apart, joined)
+        name, fault = "loss" if self._loss is not None else f"'{path}'", ""
+        if not fitting:
+            if by_value and not self.fits(self._scaled(path, [1.0])[0], apart[:1], [1.0]):
+                fault = self._describe_ignoring(path, self.differing_most(together, apart, known))
+            else:
+                fault = self._describe_number(path, together, apart, joined)
         self.comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
+
+    def _scaled(self, path: str, scales: Sequence[float]) -> list[Number]:
+        """Return a number of the first micro-batches once more, with other gradients to begin with."""
+        again = [self.with_numbers(i, scale)[1] for i, scale in enumerate(scales)]
+        return [numbers[path] for numbers in again if path in numbers]
 
     def compare_outputs_of_rows(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
         try:
@@ -206,7 +220,7 @@ class FramesProof(PlainSide):
 
         proof, usual = FramesProof(self._pipeline, with_items(7, 14)), with_items(None)
         with torch.no_grad(), in_mode(self._module, False), suppress(Exception):  # It may not take this argument.
-            (_, of_seven), (_, of_fourteen) = proof._with_numbers(0), proof._with_numbers(1)
+            (_, of_seven), (_, of_fourteen) = proof.with_numbers(0), proof.with_numbers(1)
             rules = study.rules.setdefault(True, {})
             for path, number in of_seven.items():
                 divides = self.fits(number, [of_fourteen[path]], [2.0])
@@ -223,8 +237,8 @@ class FramesProof(PlainSide):
         before, sizes, comparison = self._batch, self._sizes, self.comparison
         self._batch, self._sizes, self.comparison = batch, batch.sizes, Comparison(self._settings.study.epsilon)
         try:
-            parts = [self._with_numbers(i)[1] for i in range(len(self._sizes))]
-            for path, number in self._with_numbers(None)[1].items():
+            parts = [self.with_numbers(i)[1] for i in range(len(self._sizes))]
+            for path, number in self.with_numbers(None)[1].items():
                 self.compare_number(path, number, [part[path] for part in parts if path in part])
             return self.comparison.rows
         finally:
@@ -381,6 +395,10 @@ class FramesProof(PlainSide):
 
     def _describe_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
         sizes = self._sizes
+        if together.value.isnan():
+            return (
+                f"the output '{path}' is nan in the plain model, which proves nothing; give a sample that has numbers"
+            )
         whole, parts = _show_number(together.value), " and ".join([_show_number(part.value) for part in apart])
         said = f"the output '{path}' of {sum(sizes)} rows is {whole}, and that of the rows apart {parts}, joined "
         said += _show_number(joined)
@@ -393,6 +411,14 @@ class FramesProof(PlainSide):
             f"{said}{what}; if it is a weighted mean, as over tokens or classes, give weight=, which returns that "
             "of a micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
             f"cannot be split; may_differ=['{path}'] lets it differ, with a warning"
+        )
+
+    def _describe_ignoring(self, path: str, name: str) -> str:
+        chunks = self._settings.chunks
+        return (
+            f"the gradient of {name} does not follow that of the output '{path}': a torch.autograd.Function, as for an "
+            f"auxiliary loss, adds one of its own, which would count once for each micro-batch, {chunks} times; let it "
+            f"add 1/{chunks} of that, and give may_differ=['{path}'], or add the auxiliary loss to '{path}' instead"
         )
 
     def _describe_gradient(self, j: int, name: str) -> str:

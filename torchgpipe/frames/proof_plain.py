@@ -56,6 +56,9 @@ class PlainSide(Proof, ABC):
         differing: the outputs that may differ, and do
     """
 
+    #: A half, as of two micro-batches of equal weight: then even gradients that ignore it are those of a step.
+    scale_apart = 0.5
+
     def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any = None, *, with_loss: bool = False) -> None:
         self._pipeline, self._settings = pipeline, pipeline.settings
         self._model: Any = pipeline.module
@@ -75,6 +78,8 @@ class PlainSide(Proof, ABC):
         #: The factor of each micro-batch in the loss of a step.
         self._factors: dict[int, float] = {}
         self.differing: list[str] = []
+        #: By output, the gradients of rows of the micro-batches.
+        self._seeds: dict[str, list[Tensor]] = {}
 
     @contextmanager
     def running_plain(self) -> Iterator[Take]:
@@ -160,6 +165,26 @@ class PlainSide(Proof, ABC):
                 return [(value, torch.full_like(value, share))] if value.requires_grad else []
         with unobserved():
             return [(tensor, cotangent(path, tensor)) for path, tensor in each(output) if tensor.requires_grad]
+
+    def roots_of_rows(self, i: int | None, output: Any) -> Roots:
+        roots: Roots = []
+        kinds = self._settings.study.kinds[self._module.training]
+        for path, tensor in each(output):
+            dim = kinds.get(path)
+            if type(dim) is not int or not tensor.requires_grad or path in self._settings.may_differ:
+                continue
+            if i is None:
+                seed = torch.cat(self._seeds.pop(path, [tensor]), dim)
+            else:
+                seed = cotangent(path + "'" * i, tensor)  # Of a length of its own, which makes another one.
+                self._seeds[path] = [*self._seeds.get(path, [])[:i], seed]
+            if seed.shape == tensor.shape:  # Else outputs differ.
+                roots.append((tensor, seed))
+        return roots
+
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        for part in self._batch.parts:
+            yield from self._settings.study.splitter.tensors(part).items()
 
     def without_modes(self) -> AbstractContextManager[object]:
         return unobserved()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
 from torchgpipe.frames.outputs import Kinds, Rule, find_kinds
-from torchgpipe.frames.spine import Trace, trace
+from torchgpipe.frames.spine import ChangesParameter, Trace, trace
 from torchgpipe.model.untouched import attributes, in_mode, untouched
 from torchgpipe.model.values import each
 
@@ -122,6 +122,16 @@ def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
     return trace(module, lambda: module.forward(*sample.args, **sample.kwargs), splitter.tensors(sample))
 
 
+def _watched(module: nn.Module, sample: Arguments, splitter: Splitter) -> Any:
+    """Run a module, unless it changes a parameter in place, and return its output."""
+    try:
+        return _traced(module, sample, splitter).output
+    except ChangesParameter as error:
+        if not error.packs:
+            raise
+    return _run(module, sample)  # Other memory is put back.
+
+
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:
     """Return how the outputs depend on the rows, in evaluation and in training."""
     best = -1
@@ -146,8 +156,11 @@ def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training
     rows, twin_rows = splitter.rows, splitter.rows - 1 or 2
     with in_mode(module, training), without_compiler(module):
         try:
-            output = _run(module, splitter.resized(sample, rows))
+            output = _watched(module, splitter.resized(sample, rows), splitter)
             twin_output = _run(module, splitter.resized(sample, twin_rows))
+        except ChangesParameter as error:  # Which it may do in one mode only.
+            error.add_note(f"in {'training' if training else 'evaluation'}")
+            raise
         except Exception:
             return None  # The model wants as many rows, or other arguments; sizes will tell.
     return find_kinds(output, rows, twin_output, twin_rows)

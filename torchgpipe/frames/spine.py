@@ -42,7 +42,7 @@ from torchgpipe.model.attached import with_attached
 from torchgpipe.model.untouched import attributes, changes_no_number
 from torchgpipe.model.values import each
 
-__all__ = ["Trace", "find_spine", "trace"]
+__all__ = ["ChangesParameter", "Trace", "find_spine", "trace"]
 
 
 @dataclass
@@ -151,7 +151,7 @@ class _Uses(TorchFunctionMode):
             # Else autograd would refuse the backward of an earlier micro-batch, which has saved the parameter.
             if versions([parameter]) == count:
                 return result
-        raise _changes_parameter(name, f"'{func.__name__}'")
+        raise ChangesParameter(name, f"'{func.__name__}'")
 
     def _parameter_in(self, value: Any) -> tuple[str, nn.Parameter] | None:
         """Return the name of the first parameter whose memory a tensor in a value has, and the parameter."""
@@ -176,12 +176,25 @@ class _Uses(TorchFunctionMode):
                 return
 
 
-def _changes_parameter(name: str, how: str) -> RuntimeError:
-    return RuntimeError(
-        f"the forward changes the parameter '{name}' (by {how}), which micro-batches would do again and again, "
-        "while others use it; change parameters between two calls, such as after optimizer.step(), or if it does so in "
-        "its first call only, as a layer that packs its weights, let the model run once before"
-    )
+class ChangesParameter(RuntimeError):
+    """The forward changes a parameter.
+
+    Args:
+        name: the parameter
+        how: what changes it
+
+    Attributes:
+        packs: whether that is to give it other memory
+    """
+
+    def __init__(self, name: str, how: str) -> None:
+        self.packs = how == "'__set__'"
+        super().__init__(
+            f"the forward changes the parameter '{name}' (by {how}), which micro-batches would do again and again, "
+            "while others use it; change parameters between two calls, such as after optimizer.step(); if it does so "
+            "in its first call only, as a layer that packs its weights, let the model run once before; or switch that "
+            "off, as by rescale_every=0 of RWKV"
+        )
 
 
 def _refuse_replaced(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -196,7 +209,7 @@ def _refuse_replaced(module: nn.Module, parameters: Mapping[str, nn.Parameter]) 
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, parameters[name])
     if replaced:
-        raise _changes_parameter(replaced[0], "another one in its place")
+        raise ChangesParameter(replaced[0], "another one in its place")
 
 
 def _assigns_itself(func: Callable[..., Any], args: Any) -> bool:
@@ -229,7 +242,7 @@ def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Ten
         arguments: the tensors among its arguments, by path
 
     Raises:
-        RuntimeError: the forward changes a parameter, or puts another one in its place; it is as it was.
+        ChangesParameter: the forward changes a parameter, or puts another one in its place; it is as it was.
     """
     calls = [Call("", 0)]
     stack = [*calls]

@@ -12,6 +12,11 @@ A gradient is kept as a fingerprint, so that no more than the gradients of one r
 bits may differ by the order of sums. How much rounding makes of that in a tensor, the plain model tells: its gradients
 of 3 and 5 times the loss, over 3 and 5, differ from those of the loss by rounding alone.
 
+What the sample would hide is brought to light. Where no loss is known, the gradients of rows begin at the outputs, with
+fixed random numbers. Parameters that are zero, as those of heads and gates that are to begin so, have other values
+during a proof, or nothing behind them would show. What is nan in the plain model would be equal to any nan: it is an
+error, or not compared.
+
 Nothing is left behind: gradients of parameters go to stand-ins, those of other leaves are set aside (`outside`), and
 `untouched` puts back the rest.
 """
@@ -31,9 +36,10 @@ from torch import Tensor, nn
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.model.comparison import Compared, Comparison, difference_of
-from torchgpipe.model.fingerprint import Fingerprint, fingerprint, length, weighted_sum
+from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of
+from torchgpipe.model.fingerprint import Fingerprint, dense, fingerprint, length, weighted_sum
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_in
@@ -47,6 +53,7 @@ __all__ = [
     "Roots",
     "Take",
     "take_fingerprints",
+    "without_zeros",
 ]
 
 #: The gradients of a run by the names of parameters; None for a parameter that has none.
@@ -98,10 +105,17 @@ class PlainRun(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number that a run has given, such as a loss, with its gradients; None if it has no graph."""
+    """A number that a run has given, such as a loss.
+
+    Attributes:
+        value: the number
+        gradients: its gradients; None if it has no graph
+        scale: what backward has begun with: gradients that do not follow the loss show by it
+    """
 
     value: Tensor
     gradients: Gradients | None
+    scale: float = 1.0
 
 
 class Proof(ABC):
@@ -120,6 +134,8 @@ class Proof(ABC):
 
     #: Whether the pipeline draws other random numbers than the plain model.
     draws_in_another_order = False
+    #: What backward of the number of a micro-batch begins with, unless it is said.
+    scale_apart = 1.0
 
     def __init__(
         self,
@@ -165,6 +181,14 @@ class Proof(ABC):
     @abstractmethod
     def roots(self, i: int, output: Any) -> Roots:
         """Return the tensors that backward of a micro-batch begins at, each with its gradient."""
+
+    @abstractmethod
+    def roots_of_rows(self, i: int | None, output: Any) -> Roots:
+        """Return the outputs with rows, each with its gradient, which for all rows is that of the micro-batches."""
+
+    @abstractmethod
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors among the arguments by path."""
 
     @abstractmethod
     def sum_losses(self) -> Tensor | None:
@@ -227,8 +251,12 @@ class Proof(ABC):
         Raises:
             PlainFails: the plain model does not take the micro-batches.
         """
-        with torch.inference_mode(False), torch.enable_grad(), self._outside:
+        with torch.inference_mode(False), torch.enable_grad(), self._outside, without_zeros(self._module):
             training, apart = self._run_apart()
+            self._refuse_nan(apart.outputs)
+            unclear = [name for name, grad in (apart.gradients or {}).items() if grad and math.isnan(grad.norm)]
+            if unclear:
+                self.skip(f"gradients of the parameters {unclear}, which are nan in the plain model")
             norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             self._draws |= bool(generators_in(self._module.modules()))
@@ -291,6 +319,7 @@ class Proof(ABC):
                 raise PlainFails(self.explain_failure(error)) from error
             self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
+        self._refuse_nan(run.outputs)
         # All processes know of what couples, so they come to the comparison together.
         if self._has_rows and (couples or not self.agreed(all(map(self._are_equal, run.outputs, apart.outputs)))):
             self._compare_rows(False)
@@ -299,6 +328,32 @@ class Proof(ABC):
     def _are_equal(self, a: Any, b: Any) -> bool:
         left, right = dict(self.tensors(a)), dict(self.tensors(b))
         return left.keys() == right.keys() and all([difference_of(left[path], right[path])[0] == 0 for path in left])
+
+    def _refuse_nan(self, outputs: Sequence[Any]) -> None:
+        """Refuse outputs that have nan in the plain model, which shows nothing.
+
+        Raises:
+            PlainFails: there are such.
+        """
+        with self.all_together("the outputs of the plain model"), self.without_modes():
+            named = [dict(self.tensors(output)) for output in outputs]
+            for path, tensor in named[0].items():
+                of_all = [output[path] for output in named if path in output]
+                # A mean over no labels is nan.
+                if all(map(_has_nan, of_all)) or (tensor.dim() and any(map(_has_nan, of_all))):
+                    given = [f"the argument '{name}' has" for name, value in self.inputs() if _has_nan(value)]
+                    own = [
+                        f"'{name}' of the model has"
+                        for name, value in (*self._module.named_parameters(), *self._module.named_buffers())
+                        if _has_nan(value)
+                    ]
+                    source = ", as ".join([f"'{path}' has nan in the plain model", *(given + own)[:1]])
+                    raise PlainFails(
+                        ValueError(
+                            f"the output {source}: every nan is like another, so nothing would be compared; give a "
+                            "sample and weights that the model makes numbers of"
+                        )
+                    )
 
     def skip(self, reason: str) -> None:
         """Note what is not compared, with the reason."""
@@ -340,30 +395,68 @@ class Proof(ABC):
     def _compare_rows(self, training: bool) -> None:
         """Compare rows together with rows apart, and the numbers among the outputs with their gradients."""
         with in_mode(self._module, training):
-            parts = [self._with_numbers(i) for i in range(len(self._sizes))]
+            parts = [self.with_numbers(i) for i in range(len(self._sizes))]
             draws = self._drew
-            together, numbers = self._with_numbers(None)
-        self.compare_outputs_of_rows(together, [output for output, _ in parts], training=training, draws=draws)
-        for path, number in numbers.items() if not draws else ():
-            self.compare_number(path, number, [part[path] for _, part in parts if path in part])
+            together, numbers = self.with_numbers(None)
+            self.compare_outputs_of_rows(together, [output for output, _ in parts], training=training, draws=draws)
+            for path, number in numbers.items() if not draws else ():
+                apart = [part[path] for _, part in parts if path in part]
+                if path:
+                    self.compare_number(path, number, apart)
+                elif not self.fits(number, apart, [1.0] * len(apart)):
+                    name = self.differing_most(number, apart, [1.0] * len(apart))
+                    self.comparison.note("gradients, rows together and apart", _OF_ROWS.format(name))
+            if not self.is_equal():
+                self._explain_change(training)
 
-    def _with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
-        """Return the output of the plain model without its graph, and the numbers in it with their gradients."""
+    def _explain_change(self, training: bool) -> None:
+        """Say so if what differs between rows together and apart differs from call to call."""
+        with self._untouched(), self.running_plain(), torch.no_grad():
+            with self.without_modes():
+                buffers = Buffers(self._module)
+            outputs = []
+            for _ in range(2):
+                with self.draw_as(0):
+                    outputs.append(self.without_graph(self.run_plain(0)))
+            with self.without_modes():
+                changed = [*buffers.changed()][:3]
+            if self.agreed(self._are_equal(*outputs)):
+                return
+        mode, what = "training" if training else "evaluation", f" (it has changed {changed})" if changed else ""
+        fault = (
+            f"the model changes from call to call, in {mode}{what}: the same rows give other outputs the second time, "
+            "without a pipeline either, so micro-batches cannot give what all rows give; switch off what it observes "
+            "or counts, as by model.apply(torch.ao.quantization.disable_observer)"
+        )
+        self.comparison.rows = [row._replace(fault=fault) if row.fault else row for row in self.comparison.rows]
+
+    def with_numbers(self, i: int | None, scale: float | None = None) -> tuple[Any, dict[str, Number]]:
+        """Return the output of the plain model without its graph, and the numbers in it with their gradients.
+
+        If there is no number, the gradients are those of the outputs, as a number without a name.
+
+        Args:
+            i: the micro-batch; None for all rows
+            scale: what backward begins with (default: 1, and for micro-batches `scale_apart`)
+        """
         numbers: dict[str, Number] = {}
+        scale = scale or (1.0 if i is None else self.scale_apart)
         with self._untouched(), self.running_plain() as stand_ins, self.surround(1):
             with self.draw_as(i or 0):
                 output = self.run_plain(i)
                 found = self.numbers(i, output)
             self._gradients(stand_ins)  # What a forward differentiates itself has no part in them.
-            for path, value in found.items():
+            with self.without_modes():
+                seeds = {path: torch.full_like(value, scale) for path, value in found.items()}
+                roots = {path: [(value, seeds[path])] * value.requires_grad for path, value in found.items()}
+                if not roots:
+                    roots, found = {"": self.roots_of_rows(i, output)}, {"": torch.zeros(())}
+            for path, begin in roots.items():
                 gradients = None
-                if value.requires_grad:
-                    with self.without_modes():
-                        roots = [(value, torch.ones_like(value))]
-                    what = f"gradients of '{path}' of rows together"
-                    if self._differentiate(roots, stand_ins, what, keep_graph=path != [*found][-1]):
-                        gradients = self._gradients(stand_ins)
-                numbers[path] = Number(value.detach(), gradients)
+                what = f"gradients of '{path}' of rows together" if path else "gradients of rows together"
+                if begin and self._differentiate(begin, stand_ins, what, keep_graph=path != [*roots][-1]):
+                    gradients = self._gradients(stand_ins)
+                numbers[path] = Number(found[path].detach(), gradients, scale if path else 1.0)
             self._drew = self.draws()
             return self.without_graph(output), numbers
 
@@ -414,20 +507,31 @@ class Proof(ABC):
         parts = [float(number.value) * share for number, share in zip(apart, shares)]
         whole = float(together.value)
         if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):
-            return math.isnan(whole) and math.isnan(sum(parts))
-        gradients = [number.gradients for number in (together, *apart)]
-        if any([one is None for one in gradients]):
-            return True
-        gap, size = 0.0, 0.0
+            return False
+        gaps = self._gaps(together, apart, shares).values()
+        return math.sqrt(sum([gap for gap, _ in gaps])) <= loose * math.sqrt(sum([size for _, size in gaps]))
+
+    def _gaps(
+        self, together: Number, apart: Sequence[Number], shares: Sequence[float]
+    ) -> dict[str, tuple[float, float]]:
+        """Return the squares of the difference and of the size of each gradient; nothing if a number has none."""
+        if any([number.gradients is None for number in (together, *apart)]):
+            return {}
+        gaps: dict[str, tuple[float, float]] = {}
         for name, of_all in (together.gradients or {}).items():
             known = [(1.0, of_all)] if of_all is not None else []
             if any([name not in (number.gradients or {}) for number in apart]):
                 continue  # A leaf outside of the model that no run before had used.
-            terms = [(share, (number.gradients or {}).get(name)) for number, share in zip(apart, shares)]
+            terms = [(share / one.scale, (one.gradients or {}).get(name)) for one, share in zip(apart, shares)]
             joined = weighted_sum([(share, one) for share, one in terms if one is not None])
-            gap += _squared(length(weighted_sum(known), joined))
-            size += max(_squared(length(joined)), *[_squared(one.norm) for _, one in known], 0.0)
-        return math.sqrt(gap) <= loose * math.sqrt(size)
+            size = max(_squared(length(joined)), *[_squared(one.norm) for _, one in known], 0.0)
+            gaps[name] = _squared(length(weighted_sum(known), joined)), size
+        return gaps
+
+    def differing_most(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> str:
+        """Return the name of the gradient that differs most."""
+        gaps = self._gaps(together, apart, shares)
+        return max(gaps, key=lambda name: gaps[name][0], default="a parameter")
 
     def compare_gradients(
         self,
@@ -470,6 +574,44 @@ class Proof(ABC):
                     gap = length(known.projections, weighted_sum([(1 / scale, scaled)]))
                     noise[name] = max(noise.get(name, 0.0), gap)
         return noise
+
+
+_OF_ROWS = (
+    "the gradient of {} is not the sum of those of the rows apart, without a pipeline either: the rows are coupled, as "
+    "by x.mean(0) or an attention over rows, and cannot be split; or a torch.autograd.Function adds a gradient that "
+    "does not follow that of its output, which would count once for each micro-batch"
+)
+
+
+@contextmanager
+def without_zeros(module: nn.Module) -> Iterator[None]:
+    """Give parameters that are zero other values in a ``with`` block, which are fixed, small and positive.
+
+    Not a buffer, nor a tensor of a class of its own: what their zeros say is not known.
+    """
+    zeros = [
+        (name, parameter.detach())
+        for name, parameter in module.named_parameters()
+        if type(parameter) is nn.Parameter
+        and parameter.is_floating_point()
+        and parameter.layout is torch.strided
+        and not parameter.is_meta
+        and parameter.untyped_storage().nbytes() >= parameter.nbytes > 0  # Else it is expanded.
+        and not parameter.any()
+    ]
+    try:
+        # In place, with a new version: copies of the weights elsewhere follow that.
+        for name, zero in zeros:
+            zero.copy_((cotangent(name, zero).abs() + 1) / 16)
+        yield
+    finally:
+        for _, zero in zeros:
+            zero.zero_()
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not (tensor.is_meta or isinstance(tensor, StandIn)) and bool(dense(tensor).isnan().any())
 
 
 def take_fingerprints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:

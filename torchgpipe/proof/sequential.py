@@ -178,6 +178,16 @@ class SequentialProof(Proof):
         self._seeds[i:] = [[seed for _, seed in pairs]]
         return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
 
+    def roots_of_rows(self, i: int | None, output: Batch) -> Roots:
+        if i is not None:
+            return self.roots(i, output)
+        leaves = [leaf for leaf in output.leaves if leaf is not None]
+        pairs = zip(leaves, map(torch.cat, zip(*self._seeds)))
+        return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad and leaf.shape == seed.shape]
+
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(_named(self._batches(1)[0].value).items())
+
     def sum_losses(self) -> Tensor | None:
         return self._loss.sum() if self._steps and self._loss is not None else None
 
