@@ -227,6 +227,13 @@ def test_autograd_around_it(pair: tuple[Any, Decoder], data: dict[str, Tensor]) 
     with pytest.raises(RuntimeError, match="create_graph=True cannot go through a pipelined model"):
         model(**data)["loss"].backward(create_graph=True)
 
+    # The error was that of PyTorch: "Batching rule not implemented".
+    place = model.place.detach().requires_grad_()
+    loss_of = lambda x: model(**data, table=x)["loss"]  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"several gradients at once .* vectorize=False"):
+        torch.autograd.functional.jacobian(loss_of, place, vectorize=True)
+    torch.autograd.functional.jacobian(loss_of, place, vectorize=False)
+
     plain_loss(plain, data, 3)
     plain_loss(plain, other, 3)
     (model(**data)["loss"] + model(**other)["loss"]).backward()
@@ -823,3 +830,35 @@ def test_few_frames_are_under_way_at_a_time(schedule: str, places: list[int]) ->
         names.clear()
         run()
         assert 1 <= len([name for name in names if "frame" in name]) <= n + 1
+
+
+def test_a_step_does_not_pass_by_a_forward_of_the_models_own() -> None:
+    """A forward that was set on the pipelined model was left out by steps, and ran in calls only."""
+    model: Any = pipelined(sequential(), X[:2], chunks=2, devices=TWO, loss_fn=lambda output, _: output.mean())
+    expected = model.step(X)
+    own = model.forward
+    model.forward = lambda x: own(x) * 2
+    with pytest.raises(RuntimeError, match=r"a forward of its own .* del model\.forward"):
+        model.step(X)
+    del model.forward
+    assert torch.equal(model.step(X), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please switch to:DeprecationWarning")
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda model: torch.jit.trace(model, (X,)),  # type: ignore[no-untyped-call]
+        lambda model: torch.export.export(model, (X,)),
+        torch.fx.symbolic_trace,
+    ],
+    ids=["jit", "export", "fx"],
+)
+def test_tracing_is_refused_and_works_without_the_pipeline(trace: Callable[[Any], Any]) -> None:
+    """A trace under no_grad() was a constant in silence, and other errors were those of PyTorch."""
+    model: Any = pipelined(sequential(), X[:2], chunks=2, devices=TWO).eval()
+    expected = model(X)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"cannot be traced .* call model\.unpipelined\(\) first"):
+        trace(model)
+    trace(model.unpipelined())
+    torch.testing.assert_close(model(X), expected)

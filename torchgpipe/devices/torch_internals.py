@@ -57,6 +57,7 @@ __all__ = [
     "has_call_hooks",
     "has_gradient_hooks",
     "hooks_behind_accumulation",
+    "is_batched",
     "is_checkpointed",
     "is_compiled",
     "is_of_compiler",
@@ -243,6 +244,16 @@ def is_checkpointed() -> bool:
 #: Transforms have no way through a pipeline's autograd functions, so they are refused with a remedy. Since 2.0.
 #: Without it, PyTorch's own errors would have to do.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for several, as gradients of ``torch.autograd.grad(is_grads_batched=True)`` do.
+
+    A cell is differentiated by an engine call of its own, which knows no such tensors. Since 2.0. Without it, the error
+    would be that of PyTorch, which names no way out.
+    """
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def forward_mode_is_active() -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Export
-from torchgpipe.devices.torch_internals import has_gradient_hooks, keeps_graph
+from torchgpipe.devices.torch_internals import has_gradient_hooks, is_batched, keeps_graph
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.frames.abstract import values_told
 from torchgpipe.frames.mini_batch import MiniBatch
@@ -113,6 +113,12 @@ class Outer(Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True cannot go through a pipelined model; leave it out, or use model.unpipelined()"
+            )
+        if any([grad is not None and is_batched(grad) for grad in grads]):
+            raise RuntimeError(
+                "several gradients at once (is_grads_batched=True, vectorize=True) cannot go back through a "
+                "pipelined model; give one after the other, as jacobian(..., vectorize=False) does, or use "
+                "model.unpipelined()"
             )
         keep = keeps_graph()
         mini_batch: MiniBatch | None = ctx.mini_batch

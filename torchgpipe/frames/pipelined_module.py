@@ -78,16 +78,23 @@ def _device_map(settings: Settings) -> dict[str, torch.device]:
 class _Pipelined(nn.Module):
     """The methods of a pipelined module, in front of those of its own class."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        """Run a mini-batch; see `Pipeline.forward`."""
         visitor = this_thread.visitor
         if visitor is not None:
             if visitor.owner is self._runs().identity:  # The model calls itself.
                 return self._torchgpipe_forward(*args, **kwargs)
             args, kwargs = visitor.import_value((args, kwargs))
+        # For torch.fx, a proxy is in the place of the arguments.
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or not isinstance(args, tuple):
+            raise RuntimeError(
+                "a pipelined model cannot be traced or exported (torch.jit.trace, torch.export, torch.fx, torch.onnx), "
+                "as its micro-batches run in threads; call model.unpipelined() first, which gives the plain model back"
+            )
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
-            return uncompiled(self.forward, *args, **kwargs)
+            return uncompiled(self._called, args, kwargs)
         return self._runs().forward(args, kwargs)
 
     @property
@@ -116,6 +123,11 @@ class _Pipelined(nn.Module):
             the loss, a tensor without dimensions; if the loss function returns a pair, (loss, values)
         """
         runs = self._runs()
+        if "forward" in vars(self) and not hasattr(self, "_original_forward"):  # Accelerate puts an autocast around it.
+            raise RuntimeError(
+                "the model has got a forward of its own as an attribute since it was pipelined, which a step would "
+                "pass by: take it away, del model.forward, or train by loss = model(...) and loss.backward()"
+            )
         if scaler is not None and has_argument(self._torchgpipe_forward, "scaler"):
             raise TypeError(
                 "step(scaler=) scales the loss, and forward of the model has an argument of the same name; pass that "
@@ -395,7 +407,7 @@ def _takes(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _forward_like(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _Pipelined.forward(self, *args, **kwargs)
+        return self._called(args, kwargs)
 
     forward.__doc__ = kind.forward.__doc__
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
