@@ -86,7 +86,8 @@ class _Pipelined(nn.Module):
                 return self._torchgpipe_forward(*args, **kwargs)
             args, kwargs = visitor.import_value((args, kwargs))
         # For torch.fx, a proxy is in the place of the arguments.
-        if torch.jit.is_tracing() or torch.compiler.is_exporting() or not isinstance(args, tuple):
+        is_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]  # Public, but not exported for types.
+        if is_tracing() or torch.compiler.is_exporting() or not isinstance(args, tuple):
             raise RuntimeError(
                 "a pipelined model cannot be traced or exported (torch.jit.trace, torch.export, torch.fx, torch.onnx), "
                 "as its micro-batches run in threads; call model.unpipelined() first, which gives the plain model back"

@@ -117,19 +117,10 @@ def _run(module: nn.Module, sample: Arguments) -> Any:
     return module.forward(*args, **kwargs)
 
 
-def _traced(module: nn.Module, sample: Arguments, splitter: Splitter) -> Trace:
+def _traced(module: nn.Module, sample: Arguments, splitter: Splitter, *, only_lasting: bool = False) -> Trace:
     sample = sample.mapped(Tensor.clone)
-    return trace(module, lambda: module.forward(*sample.args, **sample.kwargs), splitter.tensors(sample))
-
-
-def _watched(module: nn.Module, sample: Arguments, splitter: Splitter) -> Any:
-    """Run a module, unless it changes a parameter in place, and return its output."""
-    try:
-        return _traced(module, sample, splitter).output
-    except ChangesParameter as error:
-        if not error.packs:
-            raise
-    return _run(module, sample)  # Other memory is put back.
+    run = lambda: module.forward(*sample.args, **sample.kwargs)  # noqa: E731
+    return trace(module, run, splitter.tensors(sample), only_lasting=only_lasting)
 
 
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:
@@ -156,7 +147,7 @@ def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training
     rows, twin_rows = splitter.rows, splitter.rows - 1 or 2
     with in_mode(module, training), without_compiler(module):
         try:
-            output = _watched(module, splitter.resized(sample, rows), splitter)
+            output = _traced(module, splitter.resized(sample, rows), splitter, only_lasting=True).output
             twin_output = _run(module, splitter.resized(sample, twin_rows))
         except ChangesParameter as error:  # Which it may do in one mode only.
             error.add_note(f"in {'training' if training else 'evaluation'}")

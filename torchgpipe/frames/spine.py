@@ -92,8 +92,9 @@ class Trace:
 class _Uses(TorchFunctionMode):
     """Notes where each tensor of a model was first used by an operation, which argument has labels, and all dtypes."""
 
-    def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, module: nn.Module, arguments: Mapping[str, Any], only_lasting: bool) -> None:
         super().__init__()
+        self._only_lasting = only_lasting
         #: The place in the order of all events.
         self.now = 0
         parameters = dict(module.named_parameters())
@@ -145,12 +146,15 @@ class _Uses(TorchFunctionMode):
 
     def _write(self, func: Callable[..., Any], args: Any, kwargs: Any, name: str, parameter: nn.Parameter) -> Any:
         """Run an operation that writes to a parameter, if that leaves the parameter as it is."""
-        if parameter not in self._shared and changes_no_number(func, args, kwargs):
+        is_same = changes_no_number(func, args, kwargs)
+        if is_same and parameter not in self._shared:
             count = versions([parameter])
             result = func(*args, **kwargs)
             # Else autograd would refuse the backward of an earlier micro-batch, which has saved the parameter.
             if versions([parameter]) == count:
                 return result
+        if self._only_lasting and (is_same or func.__name__ == "__set__"):  # Other memory is put back.
+            return func(*args, **kwargs)
         raise ChangesParameter(name, f"'{func.__name__}'")
 
     def _parameter_in(self, value: Any) -> tuple[str, nn.Parameter] | None:
@@ -182,13 +186,9 @@ class ChangesParameter(RuntimeError):
     Args:
         name: the parameter
         how: what changes it
-
-    Attributes:
-        packs: whether that is to give it other memory
     """
 
     def __init__(self, name: str, how: str) -> None:
-        self.packs = how == "'__set__'"
         super().__init__(
             f"the forward changes the parameter '{name}' (by {how}), which micro-batches would do again and again, "
             "while others use it; change parameters between two calls, such as after optimizer.step(); if it does so "
@@ -233,20 +233,23 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def trace(module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Tensor]) -> Trace:
+def trace(
+    module: nn.Module, run: Callable[[], Any], arguments: Mapping[str, Tensor], *, only_lasting: bool = False
+) -> Trace:
     """Run a module, and return what it calls in which order.
 
     Args:
         module: the module
         run: calls the module's forward
         arguments: the tensors among its arguments, by path
+        only_lasting: whether to refuse only what would leave other numbers in a parameter
 
     Raises:
         ChangesParameter: the forward changes a parameter, or puts another one in its place; it is as it was.
     """
     calls = [Call("", 0)]
     stack = [*calls]
-    uses = _Uses(module, arguments)
+    uses = _Uses(module, arguments, only_lasting)
 
     def probe(child: nn.Module, name: str) -> Callable[..., Any]:
         inner = own_call(child)
