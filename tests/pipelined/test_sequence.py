@@ -120,6 +120,11 @@ def test_no_keys_are_left_behind() -> None:
 # ------------------------------------------------------------------------------------------------------- refused
 
 
+def _packed() -> dict[str, Any]:
+    ids = sequences()["input_ids"]
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(9), torch.arange(8)])[None]}
+
+
 def _of(batch: dict[str, Any], chunks: Any = 2, cache: Any = None) -> MicroBatches:
     new = transformers.DynamicCache(config=llama().config)
     return MicroBatches.of_sequence(batch, chunks, new if cache is None else cache)
@@ -128,6 +133,7 @@ def _of(batch: dict[str, Any], chunks: Any = 2, cache: Any = None) -> MicroBatch
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: _of(_packed()), "position_ids begin anew, as those of packed documents"),
         (lambda: _of(sequences(), 18), r"lengths \[1, .*, 0\], but the sequence has 17"),
         (lambda: _of(sequences(), [9, 9]), r"lengths \[9, 9\], but the sequence has 17"),
         (lambda: _of({**sequences(), "pixel_values": torch.ones(2, 17)}), r"'pixel_values': \(2, 17\)"),
@@ -140,7 +146,7 @@ def _of(batch: dict[str, Any], chunks: Any = 2, cache: Any = None) -> MicroBatch
         (lambda: GPipe(nn.Sequential(nn.Linear(2, 2)), [1])(_of(sequences())), "GPipe cannot take"),
         (lambda: pipelined(llama(), _of(sequences())), "the sample of pipelined cannot take"),
     ],
-    ids=["too many", "too long", "unknown tensor", "mask", "static", "no layers", "GPipe", "sample"],
+    ids=["packed", "too many", "too long", "unknown tensor", "mask", "static", "no layers", "GPipe", "sample"],
 )
 def test_what_cannot_be_cut(make: Callable[[], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
@@ -170,16 +176,36 @@ def _without_cache(model: Any) -> MicroBatches:
     return window(model)
 
 
+def _looking_ahead(model: Any) -> MicroBatches:
+    """Return chunks for a model whose first layer attends to all tokens. A bug: it trained on other numbers."""
+    model.model.layers[0].self_attn.is_causal = False
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+    )
+    return window(model)
+
+
+def _without_cache_in_training(model: Any) -> MicroBatches:
+    attention = model.model.layers[3].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "past_key_values": None} if module.training else kwargs),
+        with_kwargs=True,
+    )
+    return window(model.train())
+
+
 @pytest.mark.parametrize(
     ("give", "message", "options"),
     [
         (_filled, "the cache of a sequence has 7 tokens already", {}),
-        (_without_shifted_labels, "the loss of a sequence is nan: .* does not take shift_labels", {}),
-        (_without_cache, r"behind chunk 0 .* should have 7 tokens, but \{3: 0\} have others", {}),
+        (_without_shifted_labels, "'loss' of a sequence is .* chunks nan: .* does not take shift_labels", {}),
+        (_without_cache, r"'logits' of a sequence is not that of its chunks: .* without the cache", {}),
+        (_looking_ahead, r"'logits' of a sequence is not that of its chunks: the model attends to later", {}),
+        (_without_cache_in_training, r"behind chunk 0 .* should have 7 tokens, but \{3: 0\} have others", {}),
         (window, r"layers \[0\] of the cache .* are not in the first partition", {"balance": [1, 6]}),
         (window, "chunks of a sequence cannot run again at backward", {"checkpoint": True}),
     ],
-    ids=["filled", "own loss", "no cache", "balance", "checkpoint"],
+    ids=["filled", "own loss", "no cache", "looks ahead", "no cache in training", "balance", "checkpoint"],
 )
 def test_what_is_refused(give: Callable[[Any], MicroBatches], message: str, options: dict[str, Any]) -> None:
     """And leaves no gradient."""
@@ -195,3 +221,23 @@ def test_verify_refuses_chunks() -> None:
     model = pipelined(llama(), sample("llama"), chunks=2, **TWO_HALVES)
     with pytest.raises(TypeError, match="verify cannot take"):
         model.verify(window(model))
+
+
+def test_losses_of_routers_are_refused_and_may_be_left_out() -> None:
+    """They were added once for each chunk."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=3, output_router_logits=True,
+    )  # fmt: skip
+    model: Any = transformers.MixtralForCausalLM(config)
+    batch = {"input_ids": sequences()["input_ids"], "labels": sequences()["input_ids"]}
+    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:1"], "may_differ": ["loss", "aux_loss"]}
+    with pytest.warns(UserWarning, match="differ between rows"):
+        pipelined(model, batch, chunks=2, balance="parameters", **options)
+    with pytest.raises(ValueError, match=r"'loss' of a sequence is .* output_router_logits=False"):
+        model.step(MicroBatches.of_sequence(batch, 2, transformers.DynamicCache(config=config)))
+    expected = model(**batch, use_cache=False, output_router_logits=False).loss
+    chunks = MicroBatches.of_sequence(
+        {**batch, "output_router_logits": False}, 2, transformers.DynamicCache(config=config)
+    )
+    torch.testing.assert_close(model.step(chunks), expected.detach())

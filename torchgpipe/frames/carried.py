@@ -12,15 +12,17 @@ backward comes later: last in, first out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from torchgpipe.cell.cell import Cell, Export
+from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.sequence import CarriedCache
+from torchgpipe.model.values import each
 
-__all__ = ["Carried"]
+__all__ = ["Carried", "verify_chunks"]
 
 _TENSORS = ("keys", "values")
 
@@ -33,16 +35,13 @@ class Carried:
         places: columns, each with the numbers of layers of the cache that are filled there
 
     Raises:
-        ValueError: the cache is not empty, or is asked for its length before it is filled.
+        ValueError: the cache is asked for its length before it is filled.
     """
 
     def __init__(self, given: CarriedCache, places: Iterable[tuple[int, Sequence[int]]]) -> None:
-        self._empty, self._ends = given
+        self._empty, self._ends = given.cache, given.ends
         self._columns = {k: column for column, numbers in places for k in numbers}
         layers = self._empty.layers
-        tokens = max([layer.get_seq_length() for layer in layers])
-        if tokens:
-            raise ValueError(f"the cache of a sequence has {tokens} tokens already; give an empty one")
         # A model asks the first layer of each kind how many tokens there are, before its own first layer runs.
         kinds = [type(layer) for layer in layers]
         late = [k for k in sorted({kinds.index(kind) for kind in kinds}) if self._columns.get(k) != 0]
@@ -108,3 +107,46 @@ class Carried:
                 f"{wrong} have others: the model does not use its cache as generate() does, or a module that does has "
                 "no layer_idx; train on whole sequences"
             )
+
+
+def verify_chunks(given: CarriedCache, run: Callable[[dict[str, Any]], Any], epsilon: float) -> None:
+    """Check that a plain model gives for two chunks of a short sequence what it gives for all of that.
+
+    Args:
+        given: the sequence
+        run: runs the plain model
+        epsilon: the rounding error of the coarsest numbers in it, relative to 1
+
+    Raises:
+        ValueError: it does not.
+    """
+    if given.ends[-1] < 2:
+        return
+    whole, halves = given.short()
+    together, parts = dict(each(run(whole))), [dict(each(run(half))) for half in halves]
+    comparison = Comparison(epsilon)
+    for path, tensor in sorted(together.items(), key=lambda item: item[1].dim() == 0):  # Losses follow from the others.
+        own = [part[path] for part in parts if path in part]
+        if tensor.dim() == 0 and len(own) == 2:
+            total = own[0] + own[1]
+            fault = (
+                f"the output '{path}' of a sequence is {float(tensor):.6g}, and that of its chunks {float(total):.6g}"
+            )
+            comparison.add(path, tensor, total, f"{fault}: {_NO_SUM}", tolerance=comparison.loose)
+        elif tensor.dim() > 1 and tensor.shape[1] == sum([len(one[0]) for one in own]):
+            fault = f"the output '{path}' of a sequence is not that of its chunks: {_LOOKS_AHEAD}"
+            comparison.add(path, tensor, torch.cat(own, 1), fault, tolerance=comparison.loose)
+    if comparison.faults:
+        raise ValueError(comparison.faults[0])
+
+
+_NO_SUM = (
+    "it is no mean over tokens, as with the losses of routers, which output_router_logits=False leaves out; or the "
+    "model's own loss does not take shift_labels, as ForCausalLMLoss of transformers does: leave labels out, give "
+    "pipelined loss_fn=, and the step a target of MicroBatches with the following labels of each chunk; or train on "
+    "whole sequences"
+)
+_LOOKS_AHEAD = (
+    "the model attends to later tokens, or a layer looks back past the beginning of a chunk without the cache; train "
+    "on whole sequences"
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from torchgpipe.cell.cell import Export
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.torch_internals import caches_parametrizations, has_call_hooks, is_checkpointed, own_call
-from torchgpipe.frames.carried import Carried
+from torchgpipe.frames.carried import Carried, verify_chunks
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door, visiting
 from torchgpipe.frames.glue import explain_compiler
@@ -27,7 +26,7 @@ from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
 from torchgpipe.frames.numbers import joiner
 from torchgpipe.frames.outer import Exported
-from torchgpipe.frames.outputs import join, own_loss
+from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
@@ -43,7 +42,8 @@ from torchgpipe.model.given import order_of
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.retry import OnShortage, Remedy, Retry, double_chunks, verify_on_oom
-from torchgpipe.model.untouched import python_random_states, set_python_random_states
+from torchgpipe.model.sequence import CarriedCache
+from torchgpipe.model.untouched import in_mode, python_random_states, set_python_random_states, untouched
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
@@ -178,8 +178,6 @@ class Pipeline:
             exported.fill(self.together.end(mini_batch, values)[self.together.processes.last])
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
-        if batch.carried is not None:
-            self._verify_shifted([loss for output in outputs if (loss := own_loss(output)) is not None])
         if numbers is None:
             return outputs if batch.window is not None else outputs[0]
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
@@ -279,8 +277,6 @@ class Pipeline:
                 result: Any = loss.result() if is_last else None
                 if self.together is not None:
                     result = self._shared(self.together, mini_batch, result)
-                if batch.carried is not None and settings.loss_fn is None:
-                    self._verify_shifted([result])  # Of the model's own loss, which is a tensor.
                 self._end(mini_batch, batch.rows)
                 return result, mini_batch.take_input_gradients()
 
@@ -510,11 +506,14 @@ class Pipeline:
         """Refuse what micro-batches that are under way at once would mix up."""
         refuse_transforms()
         parts = batch.given or [batch.arguments]
-        if batch.carried is not None and torch.is_grad_enabled() and self._recomputes():
-            raise ValueError(
-                "chunks of a sequence cannot run again at backward, when the cache has later chunks; leave checkpoint= "
-                "and gradient checkpointing out, or train on the whole sequence"
-            )
+        if batch.carried is not None:
+            if torch.is_grad_enabled() and self._recomputes():
+                raise ValueError(
+                    "chunks of a sequence cannot run again at backward, when the cache has later chunks; leave "
+                    "checkpoint= and gradient checkpointing out, or train on the whole sequence"
+                )
+            batch.carried.verify_empty()
+            self._verify_chunks(batch.carried)
         adapters = any([part.kwargs.get("adapter_names") is not None for part in parts])
         if adapters and len(self.settings.devices) > 1:
             raise ValueError(
@@ -532,17 +531,17 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _verify_shifted(self, losses: list[Tensor]) -> None:
-        """Check once that the model's loss follows labels that were shifted before: it has no others."""
-        if losses and "shifted" not in self._verified:
-            total = sum([float(loss.detach()) for loss in losses])
-            if not total or not math.isfinite(total):
-                raise ValueError(
-                    f"the loss of a sequence is {total}: it has no label, or the model's own loss does not take "
-                    "shift_labels, as ForCausalLMLoss of transformers does; leave labels out, give pipelined loss_fn=, "
-                    "and the step a target of MicroBatches with the following labels of each chunk"
-                )
-            self._verified.add("shifted")
+    def _verify_chunks(self, carried: CarriedCache) -> None:
+        """Check once that the plain model gives for chunks of a sequence what it gives for the whole."""
+        module, to_device = self.module, self.to(self.settings.devices[0])
+
+        def run(arguments: dict[str, Any]) -> Any:
+            return self._run_in_one_piece(Arguments((), arguments).mapped(to_device, caches=False))
+
+        if "chunks" not in self._verified:
+            with in_mode(module, False), untouched(module, self.settings.devices), torch.no_grad():
+                verify_chunks(carried, run, self.settings.study.epsilon)
+            self._verified.add("chunks")
 
     def _stays_whole(self, batch: SplitBatch) -> bool:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""

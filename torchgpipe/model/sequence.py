@@ -6,6 +6,7 @@ the cut, because the last token of a chunk predicts the first one of the next.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "l
 #: The layers of caches that make new tensors of old ones, so that autograd can follow. Others write in place, or round.
 _GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
+#: The tokens that show whether chunks give what the whole sequence gives.
+_SHORT = 16
+
 #: The label that transformers leaves out of a loss.
 _IGNORED = -100
 
@@ -32,10 +36,32 @@ class CarriedCache(NamedTuple):
     Attributes:
         cache: an empty cache
         ends: for each chunk, the number of tokens up to its end
+        batch: the arguments of the whole sequence
     """
 
     cache: Any
     ends: Sequence[int]
+    batch: Mapping[str, Any]
+
+    def verify_empty(self) -> None:
+        """Check that nothing has filled the cache.
+
+        Raises:
+            ValueError: there are tokens in it.
+        """
+        tokens = max([layer.get_seq_length() for layer in self.cache.layers])
+        if tokens:
+            raise ValueError(f"the cache of a sequence has {tokens} tokens already; give an empty one")
+
+    def short(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the arguments of a short sequence, without padding and with labels, and those of its two halves."""
+        short = {k: value[:, :_SHORT] if isinstance(value, Tensor) else value for k, value in self.batch.items()}
+        if "attention_mask" in short:
+            short["attention_mask"] = torch.ones_like(short["attention_mask"])
+        if "labels" in short:
+            short["labels"] = short.get("input_ids", short["labels"])
+        halves, _ = cut_sequence(short, 2, copy.deepcopy(self.cache))
+        return {**short, "use_cache": False}, halves
 
 
 def cut_sequence(
@@ -44,6 +70,12 @@ def cut_sequence(
     """Return the arguments of each chunk, and what the chunks hand on; see `MicroBatches.of_sequence`."""
     _verify_growing(cache)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    places = tensors.get("position_ids")
+    if places is not None and "attention_mask" not in tensors and bool((places.diff(dim=1) != 1).any()):
+        raise ValueError(
+            "position_ids begin anew, as those of packed documents, but the chunks of a sequence attend to all chunks "
+            "before; give each document as a sequence of its own, or train on whole sequences"
+        )
     ends = [0, *_ends(tensors, chunks)]
     whole = {**batch, "past_key_values": cache, "use_cache": False}
     if "labels" in tensors:
@@ -55,7 +87,7 @@ def cut_sequence(
     for begin, end in pairwise(ends):
         cut = {name: tensor[:, 0 if name == "attention_mask" else begin : end] for name, tensor in tensors.items()}
         parts.append({**whole, **{name: tensor.contiguous() for name, tensor in cut.items()}})
-    return parts, CarriedCache(cache, ends[1:])
+    return parts, CarriedCache(cache, ends[1:], batch)
 
 
 def _verify_growing(cache: Any) -> None:
