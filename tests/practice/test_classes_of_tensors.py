@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from tests.conftest import Devices
@@ -71,7 +72,10 @@ class Wrapping(Tensor):
 
         result = func(*tree_map(held, args), **tree_map(held, kwargs or {}))
         aten = torch.ops.aten
-        return Wrapping(result) if func in (aten.detach.default, aten.clone.default, aten._to_copy.default) else result
+        if func not in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+            return result
+        # As torchao does it. A bug: what the tensor holds had moved before, as an attribute, and this failed.
+        return return_and_correct_aliasing(func, args, kwargs or {}, Wrapping(result))
 
 
 class Layer(nn.Module):

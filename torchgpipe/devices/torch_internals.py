@@ -64,6 +64,7 @@ __all__ = [
     "is_optimized",
     "is_saved",
     "is_shared",
+    "is_wrapper",
     "joins_unevenly",
     "keeps_graph",
     "make_wrapper",
@@ -398,13 +399,18 @@ def storage_key(tensor: Tensor) -> int:
     return int(memory_of(tensor)._cdata)
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor wraps others, which hold its values, as quantised weights of torchao do. Since 2.1."""
+    return dispatch.is_traceable_wrapper_subclass(tensor)
+
+
 def can_move_data(tensor: Tensor, device: torch.device) -> bool:
     """Return whether ``tensor.data`` can be given memory on another device.
 
     Not every backend lets it; `torch.nn.Module.to` then makes new parameters. A tensor that wraps others would leave
     them where they are. Since 2.1. Trying it and catching the error could take its place, but for such tensors.
     """
-    return not dispatch.is_traceable_wrapper_subclass(tensor) and bool(
+    return not is_wrapper(tensor) and bool(
         torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, dtype=tensor.dtype, device=device))
     )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices import links
 from torchgpipe.devices.device import same_memory
+from torchgpipe.devices.torch_internals import is_wrapper
 from torchgpipe.model.values import is_plain_object
 
 __all__ = ["attributes_with", "has_memory_of", "move_attached", "with_attached"]
@@ -63,7 +64,8 @@ def has_memory_of(tensor: Tensor, parameter: Tensor) -> bool:
 def _found(parameter: Tensor) -> Iterator[tuple[str, list[tuple[Any, Any]]]]:
     """Yield the name of each attribute that is a part of a parameter, and where tensors are in it."""
     attributes = vars(parameter)
-    for name in [*attributes]:
+    # The attributes of a tensor that wraps others are its values.
+    for name in [] if is_wrapper(parameter) else [*attributes]:
         found = [*_places(attributes, name, {id(attributes): attributes})]
         if not any([isinstance(holder[key], (nn.Parameter, nn.Module)) for holder, key in found]):
             yield name, found
