@@ -862,3 +862,30 @@ def test_tracing_is_refused_and_works_without_the_pipeline(trace: Callable[[Any]
         trace(model)
     trace(model.unpipelined())
     torch.testing.assert_close(model(X), expected)
+
+
+@pytest.mark.parametrize(("schedule", "run"), [("GPipe", "step"), ("1F1B", "call")])
+def test_hooks_that_keep_a_stack_find_their_own_micro_batch(schedule: Any, run: str, devices: Devices) -> None:
+    """As those of Opacus do. Under 1F1B, a step takes micro-batches in another order."""
+    x, layers = torch.randn(6, 4).double().requires_grad_(), [nn.Linear(4, 4) for _ in range(4)]
+    model: Any = nn.Sequential(*layers).double()
+    options: dict[str, Any] = {"schedule": schedule, "loss_fn": lambda output, _: output.square().mean()}
+    pipelined(model, x[:2].detach(), chunks=3, devices=devices(2), balance=[2, 2], **options)
+    sums: dict[nn.Module, Tensor] = {}
+
+    def push(layer: Any, args: Any, output: Tensor) -> None:
+        layer.stack.append(args[0].detach())
+
+    def pop(layer: Any, inputs: Any, outputs: Any) -> None:
+        sums[layer] = sums.get(layer, torch.zeros(())) + outputs[0].t() @ layer.stack.pop()
+
+    for layer in layers:
+        layer.stack = []  # type: ignore[assignment]
+        layer.register_forward_hook(push)
+        layer.register_full_backward_hook(pop)
+    if run == "step":
+        model.step(x)
+    else:
+        model(x).square().mean().backward()
+    for layer in layers:
+        torch.testing.assert_close(sums[layer], layer.weight.grad)
