@@ -58,10 +58,10 @@ def known_loss(loss_fn: Callable[..., Any] | None) -> KnownLoss:
 def _settings_of(loss_fn: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the settings of a loss of PyTorch."""
     if isinstance(loss_fn, nn.Module):
-        forward = type(loss_fn).forward
-        if forward.__module__ != "torch.nn.modules.loss":
+        forward = getattr(type(loss_fn), "forward", None)  # A scripted module has none.
+        if getattr(forward, "__module__", None) != "torch.nn.modules.loss":
             return "", {}
-        return forward.__qualname__.partition(".")[0], {**vars(loss_fn), **loss_fn._buffers}
+        return type(loss_fn).forward.__qualname__.partition(".")[0], {**vars(loss_fn), **loss_fn._buffers}
     function = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     if getattr(function, "__module__", None) != "torch.nn.functional":
         return "", {}

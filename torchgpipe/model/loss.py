@@ -17,7 +17,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.model.given import MicroBatches, to_floats
 from torchgpipe.model.known_loss import known_loss
-from torchgpipe.model.loss_proof import Apart, LossProof
+from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import (
     Batch,
     NoChunk,
@@ -101,9 +101,9 @@ class Losses:
         #: By micro-batch: the shares in the loss, and other values.
         self._shares: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
-        #: The micro-batches that the proof looks at, and what the loss function has given for them.
+        #: The micro-batches that the proof looks at, and their outputs.
         self._pair: tuple[int, ...] = ()
-        self._apart: dict[int, Apart] = {}
+        self._outputs: dict[int, Any] = {}
 
     def _begin(self, target: Any, sizes: Sequence[int], window: MicroBatches | None) -> None:
         """Split the target, and weigh the micro-batches, before anything is launched.
@@ -199,7 +199,7 @@ class Losses:
             )
         factor = self._factor(i, output, loss)
         if i in self._pair and loss.is_floating_point():
-            self._apart[i] = Apart(copy_without_graph(loss), kept, self._weights[i])
+            self._outputs[i] = kept
         # The mean over no labels is nan, and so would be its gradient.
         return (loss if factor else make_zero_loss([tensor for _, tensor in each(output)])), factor
 
@@ -226,17 +226,19 @@ class Losses:
         Raises:
             ValueError: its loss of two micro-batches together is not the mean of their losses.
         """
-        apart, self._apart = dict(sorted(self._apart.items())), {}
-        if len(apart) < 2 or self._proof is None:
+        outputs, self._outputs = dict(sorted(self._outputs.items())), {}
+        if len(outputs) < 2 or self._proof is None:
             return
 
-        def together() -> Any:
-            assert self._loss_fn is not None
-            output = join([one.output for one in apart.values()], [*apart])
-            result = self._call_user(self._loss_fn, output, *self._parts([[*apart]], self._to_device))
+        def call(loss_fn: Callable[..., Any], part: list[int]) -> Any:
+            own = [mapped(outputs[i], Tensor.clone, caches=True) for i in part]
+            (target,) = self._parts([part], self._to_device)
+            result = self._call_user(loss_fn, join(own, part) if len(own) > 1 else own[0], target)
             return result[0] if isinstance(result, tuple) else result
 
-        self._proof.compare(apart, self._sizes, together)
+        assert self._loss_fn is not None
+        weights, tensors = {i: self._weights[i] for i in outputs}, [tensor for _, tensor in each([*outputs.values()])]
+        self._proof.compare(self._loss_fn, call, weights, self._sizes, tensors)
 
     def sum(self) -> Tensor:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""

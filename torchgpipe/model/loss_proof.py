@@ -1,34 +1,29 @@
 """The proof of a loss function: what it gives for two micro-batches together, beside what it gives for each.
 
 A step takes the losses of micro-batches for means, and weighs them with their labels or rows. Nothing in a function of
-the user's says whether that is right. So the first step calls it once more, on two micro-batches as one: more would
-keep the outputs of a whole mini-batch. While all micro-batches weigh the same, a wrong weight shows nothing, so the
-first step in which they do not proves the function again.
+the user's says whether that is right. So the first step also calls copies of it, on two micro-batches, and on both as
+one: more would keep the outputs of a whole mini-batch. While all micro-batches weigh the same, a wrong weight shows
+nothing, so the first step in which they do not proves the function again.
+
+A function may have state, such as a counter or a moving mean, which no further call may change. So each call is one of
+a copy of its own (`copied_loss`), and all copies begin with the same state. What a copy cannot have is said in Limits.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.model.untouched import python_random_states
-from torchgpipe.model.values import each
+from torchgpipe.model.copied_loss import copied_loss
+from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.replay.random import generator_states, restored_generators
 
-__all__ = ["Apart", "LossProof"]
-
-
-class Apart(NamedTuple):
-    """What a loss function has given for a micro-batch: its number, the output without a graph, and its weight."""
-
-    loss: Tensor
-    output: Any
-    weight: float
+__all__ = ["LossProof"]
 
 
 class LossProof:
@@ -53,52 +48,62 @@ class LossProof:
             return ()
         return (lowest, highest) if rates[lowest] != rates[highest] else tuple(rates)[:2]
 
-    def compare(self, apart: Mapping[int, Apart], sizes: Sequence[int], call: Callable[[], Any]) -> None:
+    def compare(
+        self,
+        loss_fn: Callable[..., Any],
+        call: Callable[[Callable[..., Any], list[int]], Tensor],
+        weights: dict[int, float],
+        sizes: Sequence[int],
+        outputs: Sequence[Tensor],
+    ) -> None:
         """Compare the loss of two micro-batches together with the weighted mean of their losses.
 
         Args:
-            apart: what the loss function has given for each of the two
+            loss_fn: the loss function
+            call: calls a copy of it on some of the two micro-batches, as one
+            weights: the weight of each of the two, by its number
             sizes: the rows of each micro-batch
-            call: calls it on both as one micro-batch
+            outputs: the tensors in the outputs
 
         Raises:
             ValueError: the two differ.
         """
-        (i, a), (j, b) = apart.items()
-        devices = [a.loss.device]
-        before, why = _random_states(devices), ""
+        (i, of_i), (j, of_j) = weights.items()
+        devices = [*dict.fromkeys([tensor.device for tensor in outputs])]
+        before, of_python = generator_states(devices), python_random_states()
+        losses, why = [torch.zeros(())], ""
         with torch.no_grad(), restored_generators(devices, []):
             try:
-                whole = call()
+                losses = [call(copied_loss(loss_fn), part) for part in ([i], [j], [i, j])]
             except Exception as error:
-                whole, why = a.loss, f"on two micro-batches together it raises {type(error).__name__}: {error}"
-            draws = _random_states(devices) != before
-        together, first, second = map(float, (whole, a.loss, b.loss))
-        mean = (first * a.weight + second * b.weight) / (a.weight + b.weight)
-        floating = [tensor for _, tensor in each((a.loss, a.output)) if tensor.is_floating_point()]
-        rounding = [torch.finfo(tensor.dtype).eps for tensor in floating]
-        largest = max(abs(together), abs(first), abs(second))
+                why = f"a copy of it, called on two micro-batches, raises {type(error).__name__}: {error}"
+            if (generator_states(devices), python_random_states()) != (before, of_python):
+                why = why or "it draws random numbers"
+            set_python_random_states(of_python)
+        first, second, together = numbers = [*map(float, losses)] if len(losses) == 3 else [0.0] * 3
+        mean = (first * of_i + second * of_j) / (of_i + of_j)
+        largest = max(map(abs, numbers))
+        rounding = [torch.finfo(tensor.dtype).eps for tensor in (losses[0], *outputs) if tensor.is_floating_point()]
         near = math.sqrt(max(rounding)) * largest
         counts_none = math.isnan(mean) and math.isfinite(together)  # Such as a mean over labels, all of them padding.
-        if not counts_none and not 4 * rounding[0] < largest < math.inf:
-            return  # Zero but for rounding, or not finite: the next step may show more.
-        if not why and (counts_none or abs(together - mean) > near):
-            if not draws:
-                is_sum = abs(together - first - second) <= near
-                raise ValueError(
-                    f"loss_fn gives {together:.6g} for micro-batches {i} and {j} together, but for each of them "
-                    f"{first:.6g} and {second:.6g}, whose mean, weighted {a.weight:g} to {b.weight:g}, is {mean:.6g}; "
-                    + (_IT_IS_A_SUM if is_sum else _IT_IS_NO_MEAN)
-                )
-            why = "it draws random numbers"
         if why:
             warnings.warn(
                 f"a step takes loss_fn for a mean over rows or labels, and cannot tell if it is, because {why}; give "
-                "reduce='mean' or weight=, if the mean of what it gives for micro-batches is what to learn",
+                "reduce='mean' or weight=, if the mean of what it gives for micro-batches is what to learn, or "
+                "reduce='sum' for a sum",
                 UserWarning,
                 stacklevel=2,
             )
-        self._proved.add(a.weight * sizes[j] != b.weight * sizes[i])
+        elif not counts_none and not 4 * rounding[0] < largest < math.inf:
+            return  # Zero but for rounding, or not finite: the next step may show more.
+        elif counts_none or abs(together - mean) > near:
+            is_sum = abs(together - first - second) <= near
+            raise ValueError(
+                f"loss_fn gives {together:.6g} for micro-batches {i} and {j} together, but for each of them "
+                f"{first:.6g} and {second:.6g}, whose mean, weighted {of_i:g} to {of_j:g}, is {mean:.6g}; "
+                + (_IT_IS_A_SUM if is_sum else _IT_IS_NO_MEAN)
+            )
+        self._proved.add(of_i * sizes[j] != of_j * sizes[i])
 
 
 _IT_IS_A_SUM = "it is a sum: give reduce='sum'"
@@ -106,7 +111,3 @@ _IT_IS_NO_MEAN = (
     "give weight=, which takes the target of a micro-batch and returns what its loss counts, such as tokens; or "
     "reduce='mean', if the mean of what it gives for micro-batches is what to learn"
 )
-
-
-def _random_states(devices: Sequence[torch.device]) -> Any:
-    return generator_states(devices), python_random_states()

@@ -1,0 +1,90 @@
+"""Copies of a loss function with all of its state, so that a further call leaves no trace in the user's own.
+
+`copy.deepcopy` takes a function for a constant. But a function may keep something in a closure, or in a global of its
+module. So a function is made anew, with copies of what its code names. Parameters are not copied: a call changes none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["copied_loss"]
+
+
+def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy; modules in it have no hooks.
+
+    Raises:
+        Exception: something in it cannot be copied, such as a lock or a tensor with a graph.
+    """
+    return _copied(loss_fn, {})  # type: ignore[no-any-return]
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a value, given copies by the ids of their originals, as `copy.deepcopy` has them."""
+    if isinstance(value, (type, ModuleType, torch.jit.ScriptFunction)) or id(value) in memo:
+        return memo.get(id(value), value)
+    if isinstance(value, partial):
+        keywords = {name: _copied(item, memo) for name, item in value.keywords.items()}
+        return partial(_copied(value.func, memo), *[_copied(item, memo) for item in value.args], **keywords)
+    if isinstance(value, MethodType):
+        return MethodType(_copied(value.__func__, memo), _copied(value.__self__, memo))
+    if isinstance(value, FunctionType):
+        of_torch = value.__globals__.get("__name__", "").partition(".")[0] == "torch"
+        return value if of_torch else _copied_function(value, memo)
+    return _copied_object(value, memo)
+
+
+def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+    modules = isinstance(value, nn.Module)
+    if modules:
+        memo.update({id(parameter): parameter for parameter in value.parameters()})
+    made = copy.deepcopy(value, memo)
+    for child in made.modules() if modules else ():
+        child._forward_hooks.clear()
+        child._forward_pre_hooks.clear()
+    kind: Any = type(value)
+    of_library = kind.__module__.partition(".")[0] in ("builtins", "torch", "torchgpipe")
+    if made is not value and not of_library and hasattr(value, "__dict__"):
+        # What its methods name is copied, too.
+        methods = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
+        own = {name: _copied(method, memo) for name, method in methods.items() if isinstance(method, FunctionType)}
+        made.__class__ = type(kind.__name__, (kind,), own)
+    return made
+
+
+def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    # Functions of one module share its globals, and functions made in one call their cells.
+    known = memo.setdefault(id(function.__globals__), dict(function.__globals__))
+    cells = tuple([_copied_cell(cell, memo) for cell in function.__closure__ or ()])
+    made = FunctionType(function.__code__, known, function.__name__, None, cells)
+    memo[id(function)] = made
+    made.__defaults__, made.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
+    made.__dict__.update(copy.deepcopy(function.__dict__, memo))
+    for name in {name for code in _codes(function.__code__) for name in code.co_names} & known.keys():
+        known[name] = _copied(function.__globals__[name], memo)
+    return made
+
+
+def _copied_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
+    if id(cell) not in memo:
+        made = memo[id(cell)] = CellType()  # First, as a function may be in a cell of its own.
+        with suppress(ValueError):  # There is nothing in it yet.
+            made.cell_contents = _copied(cell.cell_contents, memo)
+    found: CellType = memo[id(cell)]
+    return found
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
