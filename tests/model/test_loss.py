@@ -212,12 +212,14 @@ def fails(output: Tensor, _: Any) -> Tensor:
     return output.mean()
 
 
-LOCK = threading.Lock()
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
 
-
-def locked(output: Tensor, _: Any) -> Tensor:
-    with LOCK:
-        return output.mean()
+    def forward(self, output: Tensor, _: Any) -> Tensor:
+        with self.lock:
+            return output.mean()
 
 
 @fronts
@@ -227,7 +229,7 @@ def locked(output: Tensor, _: Any) -> Tensor:
         (Noise(torch.rand_like), "it draws random numbers"),
         (Noise(from_python), "it draws random numbers"),
         (fails, "a copy of it, called on two micro-batches, raises ArithmeticError: two rows"),
-        (locked, "a copy of it, called on two micro-batches, raises TypeError: cannot pickle '_thread.lock' object"),
+        (Locked(), "a copy of it, called on two micro-batches, raises TypeError: cannot pickle '_thread.lock' object"),
     ],
     ids=["torch", "python", "fails", "locked"],
 )

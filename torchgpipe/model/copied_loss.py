@@ -7,6 +7,8 @@ module. So a function is made anew, with copies of what its code names. Paramete
 from __future__ import annotations
 
 import copy
+import dis
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -18,12 +20,15 @@ from torch import nn
 
 __all__ = ["copied_loss"]
 
+#: Where code is that keeps no state of a loss: Python's own, and what is installed.
+_LIBRARIES = tuple([sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")])
+
 
 def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy; modules in it have no hooks.
 
     Raises:
-        Exception: something in it cannot be copied, such as a lock or a tensor with a graph.
+        Exception: an attribute or a closure cannot be copied, such as a tensor with a graph; a global is shared then.
     """
     return _copied(loss_fn, {})  # type: ignore[no-any-return]
 
@@ -38,8 +43,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, MethodType):
         return MethodType(_copied(value.__func__, memo), _copied(value.__self__, memo))
     if isinstance(value, FunctionType):
-        of_torch = value.__globals__.get("__name__", "").partition(".")[0] == "torch"
-        return value if of_torch else _copied_function(value, memo)
+        return value if value.__code__.co_filename.startswith(_LIBRARIES) else _copied_function(value, memo)
     return _copied_object(value, memo)
 
 
@@ -57,7 +61,7 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
         # What its methods name is copied, too.
         methods = {name: method for base in reversed(kind.__mro__) for name, method in vars(base).items()}
         own = {name: _copied(method, memo) for name, method in methods.items() if isinstance(method, FunctionType)}
-        made.__class__ = type(kind.__name__, (kind,), own)
+        object.__setattr__(made, "__class__", type(kind.__name__, (kind,), own))  # It may be frozen.
     return made
 
 
@@ -69,8 +73,9 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     memo[id(function)] = made
     made.__defaults__, made.__kwdefaults__ = copy.deepcopy((function.__defaults__, function.__kwdefaults__), memo)
     made.__dict__.update(copy.deepcopy(function.__dict__, memo))
-    for name in {name for code in _codes(function.__code__) for name in code.co_names} & known.keys():
-        known[name] = _copied(function.__globals__[name], memo)
+    for name in {*_globals_of(function.__code__)} & known.keys():
+        with suppress(Exception):  # Methods that are not called may name anything, such as a library of operators.
+            known[name] = _copied(function.__globals__[name], memo)
     return made
 
 
@@ -83,8 +88,9 @@ def _copied_cell(cell: CellType, memo: dict[int, Any]) -> CellType:
     return found
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Yield the names of the globals that code reads, functions within it included."""
+    yield from [str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from _globals_of(constant)
