@@ -467,6 +467,45 @@ def test_labels_within_an_argument_weigh_a_loss() -> None:
     torch.testing.assert_close(model(batch), plain(batch))
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_short_row_whose_first_label_is_left_out_shows_its_rule(seed: int, length: int) -> None:
+    """Rows were made of it by drawing, so most of their labels were left out as well, and a wrong rule fitted."""
+
+    def forward(self: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = Chain.forward(self, self.words(ids))
+        return functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+
+    torch.manual_seed(seed)
+    model = chain(forward).double()
+    model.words = nn.Embedding(4, 4).double()
+    plain, ids = copy.deepcopy(model), torch.randint(4, (6, length))
+    labels = ids.where(torch.arange(length) <= torch.arange(6)[:, None] % length, -100)
+    labels[:, 0] = -100
+    two(model, {"ids": ids[:1], "labels": torch.tensor([[-100, *range(1, length)]])})
+    torch.testing.assert_close(model(ids, labels), plain(ids, labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5), (4,)], ids=str)
+def test_places_that_count_are_found_whatever_they_are_called(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A sample in which all of them count looked like a mean over rows, unless they were called a mask."""
+
+    def forward(self: Any, x: Tensor, valid: Tensor) -> Tensor:
+        losses = Chain.forward(self, x).square().mean(-1)
+        return ((losses if valid.dim() > 1 else losses.mean(1)) * valid).sum() / valid.sum()
+
+    x, plain = torch.randn(4, 5, 4).double(), chain(forward).double()
+    sample = {"x": x, "valid": torch.ones(shape, dtype=dtype)}
+    with pytest.raises(ValueError, match=r"if it is a weighted mean, .* give weight="):
+        two(copy.deepcopy(plain), sample)
+    model = two(copy.deepcopy(plain), sample, weight=lambda arguments: arguments["valid"].sum())
+    valid = torch.ones(shape, dtype=dtype)
+    valid[1:3] = 0
+    valid[3, ...] = 1
+    torch.testing.assert_close(model(x, valid=valid), plain(x, valid))
+
+
 @pytest.mark.parametrize("step", [False, True])
 def test_a_number_that_the_sample_did_not_give_may_change_a_loss(step: bool) -> None:
     def forward(self: Any, x: Tensor, count: int | None = None) -> Tensor:

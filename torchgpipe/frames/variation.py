@@ -2,14 +2,14 @@
 
 What people give for a sample is often ``torch.ones(4, 8)``, or one row. So a row that occurred before is varied: floats
 by noise, integers by drawing from those of the row, or up to the largest. Some tensors have equal rows by nature, such
-as the ids of positions; and there is no telling whether a tensor of zeros and ones says which positions count. These
-stay, unless nothing else can be varied. A mask leaves out places of the last row, as those of batches do.
+as the ids of positions. These stay, unless nothing else can be varied. A tensor of zeros and ones may say which places
+count, whatever its name, so it leaves out places of the last row, as the masks of batches do.
 
 Labels that a loss leaves out are put in unevenly, where a row has several, so that the means over rows, over labels,
 and over the labels that models compare with (all but the first of each row) differ:
 
-    row of micro-batch 0    the labels in places 0 and 1 (and 2, if it is the only row); then only the label in place 0
-    row of micro-batch 1    the label in place 1; then only the label in place 2
+    row of micro-batch 0    the labels in places 0 and 1; then only the label in place 0
+    row of micro-batch 1    the label in place 1; then only the label in the last place
 
 Labels of one class, as of ``torch.zeros``, hide that classes have weights: micro-batch 1 gets those of another class.
 One label is 0, and in another variation all that are left out: a model may leave out its padding by itself.
@@ -74,7 +74,8 @@ def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, in
         may = (integers or tensor.is_floating_point()) and _may_vary(path, tensor, splitter.rows, readily=readily)
         new = _varied(tensor, mildly) if may else tensor
         differ[path] = tensor.is_meta or bool((new != new[:1]).any())
-        return _padded(new) if path.endswith("mask") and not mildly else new
+        counts = not tensor.is_floating_point() or path.endswith("mask")  # It may say which places count.
+        return _padded(new) if counts and not mildly else new
 
     for readily in (True, False):
         result = splitter.changed(sample, partial(change, readily=readily))
@@ -131,14 +132,15 @@ def _uneven_classes(numbers: Tensor) -> Tensor:
 
 def _padded(mask: Tensor) -> Tensor:
     """Return a mask that leaves out the end of the last row, if that is like another one."""
-    if mask.is_meta or mask.dim() != 2 or not (mask == mask.bool()).all():
+    if mask.is_meta or not mask.numel() or not (mask == mask.bool()).all():
         return mask
-    half = (mask.shape[1] + 1) // 2
-    if not mask[-1, :half].any() or not (mask[:-1] == mask[-1]).all(1).any():
+    half = (mask[0].numel() + 1) // 2 if mask.dim() > 1 else 0
+    rows = mask.detach().reshape(len(mask), -1)
+    if not rows[-1, : half or 1].any() or not (rows[:-1] == rows[-1]).all(1).any():
         return mask
-    mask = mask.detach().clone()
-    mask[-1, half:] = 0
-    return mask
+    rows = rows.clone()
+    rows[-1, half:] = 0
+    return rows.reshape(mask.shape)
 
 
 def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
@@ -147,20 +149,19 @@ def _unevenly(name: str, ignored: int, path: str, tensor: Tensor) -> Tensor:
         return tensor
     half = (len(tensor) + 1) // 2
     tensor = _of_two_classes(tensor, ignored, half)
-    if tensor.dim() < 2:
+    known = tensor[tensor != ignored]
+    if tensor.dim() < 2 or tensor[0].numel() < 2 or not len(known):
         return tensor
-    labels, few = tensor.reshape(len(tensor), -1).clone(), [0]
+    labels = tensor.reshape(len(tensor), -1).clone()
     counts = torch.zeros_like(labels, dtype=torch.bool)
     for k, row in enumerate(labels):
-        later = (row[1:] != ignored).nonzero().flatten().tolist()
-        if len(later) < 2:  # The sample has too few labels that count.
-            return tensor
-        row[0] = row[1 + later[0]] if row[0] == ignored else row[0]
-        if k == 0:
-            few = [0, 1 + later[0], 1 + later[1]][: 2 + (half == 1)]
-        counts[k, few if k == 0 else [0] if k < half else [1 + later[k > half]]] = True
-    if ignored:
-        labels[0, few[1]] = 0
+        # Drawn from one row, most labels of another may be those that are left out.
+        row[1] = known[-(k >= half)] if (row[1:] == ignored).all() else row[1]
+        first, *_, last = [1 + place for place in (row[1:] != ignored).nonzero().flatten().tolist() * 2]
+        row[0] = row[first] if row[0] == ignored else row[0]
+        counts[k, [0, first] if k == 0 else 0 if k < half else last if k > half else first] = True
+        if ignored and k == 0:
+            row[first] = 0
     return torch.where(counts, labels, ignored).reshape(tensor.shape)
 
 
