@@ -71,21 +71,34 @@ class LossProof:
         (i, of_i), (j, of_j) = weights.items()
         devices = [*dict.fromkeys([tensor.device for tensor in outputs])]
         before, of_python = generator_states(devices), python_random_states()
-        losses, why = [torch.zeros(())], ""
+        losses, why = [], ""
         with torch.no_grad(), restored_generators(devices, []):
             try:
                 losses = [call(copied_loss(loss_fn), part) for part in ([i], [j], [i, j])]
             except Exception as error:
                 why = f"a copy of it, called on two micro-batches, raises {type(error).__name__}: {error}"
-            if (generator_states(devices), python_random_states()) != (before, of_python):
-                why = why or "it draws random numbers"
+            draws = (generator_states(devices), python_random_states()) != (before, of_python)
             set_python_random_states(of_python)
-        first, second, together = numbers = [*map(float, losses)] if len(losses) == 3 else [0.0] * 3
-        mean = (first * of_i + second * of_j) / (of_i + of_j)
-        largest = max(map(abs, numbers))
-        rounding = [torch.finfo(tensor.dtype).eps for tensor in (losses[0], *outputs) if tensor.is_floating_point()]
-        near = math.sqrt(max(rounding)) * largest
-        counts_none = math.isnan(mean) and math.isfinite(together)  # Such as a mean over labels, all of them padding.
+        if losses:
+            first, second, together = map(float, losses)
+            mean = (first * of_i + second * of_j) / (of_i + of_j)
+            rounding = [torch.finfo(one.dtype).eps for one in (losses[0], *outputs) if one.is_floating_point()]
+            largest = max(abs(first), abs(second), abs(together))
+            near = math.sqrt(max(rounding)) * largest
+            counts_none = math.isnan(mean) and math.isfinite(
+                together
+            )  # As of labels that are all padding.
+            if not counts_none and not 4 * rounding[0] < largest < math.inf:
+                return  # Zero but for rounding, or not finite: the next step may show more.
+            if counts_none or abs(together - mean) > near:
+                if not draws:
+                    is_sum = abs(together - first - second) <= near
+                    raise ValueError(
+                        f"loss_fn gives {together:.6g} for micro-batches {i} and {j} together, but for each of them "
+                        f"{first:.6g} and {second:.6g}, whose mean, weighted {of_i:g} to {of_j:g}, is {mean:.6g}; "
+                        + (_IT_IS_A_SUM if is_sum else _IT_IS_NO_MEAN)
+                    )
+                why = "it draws random numbers"
         if why:
             warnings.warn(
                 f"a step takes loss_fn for a mean over rows or labels, and cannot tell if it is, because {why}; give "
@@ -93,15 +106,6 @@ class LossProof:
                 "reduce='sum' for a sum",
                 UserWarning,
                 stacklevel=2,
-            )
-        elif not counts_none and not 4 * rounding[0] < largest < math.inf:
-            return  # Zero but for rounding, or not finite: the next step may show more.
-        elif counts_none or abs(together - mean) > near:
-            is_sum = abs(together - first - second) <= near
-            raise ValueError(
-                f"loss_fn gives {together:.6g} for micro-batches {i} and {j} together, but for each of them "
-                f"{first:.6g} and {second:.6g}, whose mean, weighted {of_i:g} to {of_j:g}, is {mean:.6g}; "
-                + (_IT_IS_A_SUM if is_sum else _IT_IS_NO_MEAN)
             )
         self._proved.add(of_i * sizes[j] != of_j * sizes[i])
 
