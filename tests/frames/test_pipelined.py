@@ -510,6 +510,13 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     # These were errors in the first step only, without a name.
     (sequential, {"loss_fn": "mse"}, TypeError, "loss_fn must be a function, .*, but got 'mse'"),
     (sequential, {"weight": "mse"}, TypeError, "weight must be a function, .*, but got 'mse'"),
+    (sequential, {"partitions": "2"}, TypeError, "partitions must be an integer, but got '2'"),
+    (sequential, {"no_chunk": 3}, TypeError, "no_chunk must be a list of names, .* but got 3"),
+    (sequential, {"checkpoint": 3}, TypeError, "checkpoint must be a list of names, .* but got 3"),
+    # These were taken, and had no effect.
+    (sequential, {"may_differ": ["tpyo"]}, ValueError, r"may_differ names \['tpyo'\], but the outputs .* \['value'\]"),
+    (sequential, {"verify": ["tpyo"]}, ValueError, r"may_differ names \['tpyo'\]"),
+    (sequential, {"target": X[:2]}, ValueError, "target= is for a loss function, but there is none; give loss_fn="),
     (made(on_graphs), {"sample": ({"nodes": NESTED},)}, ValueError, r"\['graph.nodes'\] are nested tensors, .* pad"),
     (made(counts), {}, ValueError, "the output 'rows' is int, which depends on the rows"),
     *[
@@ -557,7 +564,7 @@ def test_calls_that_are_refused() -> None:
         checkpoint(model, X, use_reentrant=False)
     with pytest.raises(RuntimeError, match=r"transforms of torch\.func cannot go through"):
         torch.func.vmap(model)(X[:, None])
-    with pytest.raises(TypeError, match="positional arguments") as raised:
+    with pytest.raises(ValueError, match="but the sample did not have it") as raised:
         model.step(X, X)
     assert "no target was given: step(..., target=y)" in raised.value.__notes__
 
@@ -729,6 +736,24 @@ def test_a_table_goes_whole_also_if_it_has_as_many_rows_as_the_batch(data: dict[
     same({"table": table.grad}, {"table": grad})
 
 
+def test_an_argument_that_the_sample_lacked_is_not_guessed_to_be_rows() -> None:
+    """A bias of as many items as the batch has rows was split, and each micro-batch got another part of it."""
+
+    def forward(self: Any, x: Tensor, *, bias: Any = 0.0) -> Any:
+        return Chain.forward(self, x) + bias
+
+    model, x, bias = made(forward)(), torch.randn(2, 2), torch.arange(2.0)
+    expected = torch.cat([model(row, bias=bias) for row in x.chunk(2)])
+    for sample, options in ((x, {}), (x, {"no_chunk": ["bias"]}), ({"x": x.repeat(2, 1), "bias": bias}, {})):
+        pipelined(model, sample, chunks=2, devices=TWO, **options)
+        if sample is x and not options:
+            with pytest.raises(ValueError, match=r"'bias' has 2 items, .* a sample with it, or no_chunk=\['bias'\]"):
+                model(x, bias=bias)
+        else:
+            assert torch.equal(model(x, bias=bias), expected)
+        model.unpipelined()
+
+
 def test_rows_are_those_of_what_is_split() -> None:
     """They were those of the table, so that every micro-batch got all rows of the other."""
 
@@ -737,7 +762,7 @@ def test_rows_are_those_of_what_is_split() -> None:
 
     model, table, y = made(forward)(), torch.randn(5, 2), torch.randn(6, 2)
     expected = torch.cat([model(table=table, y=part) for part in y.chunk(4)])
-    pipelined(model, {"x": y[:3], "table": table}, chunks=4, devices=TWO)
+    pipelined(model, {"y": y[:3], "table": table}, chunks=4, devices=TWO)
     assert torch.equal(model(table=table, y=y), expected)
 
 

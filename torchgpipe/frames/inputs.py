@@ -135,6 +135,7 @@ class Splitter:
 
     Attributes:
         splits: see above
+        on_meta: whether the sample had no values, so that arguments had to be left out whose values the model looks at
         given: the names of the arguments that the sample gives
         readings: the ways to read the sample; if there are several, only runs can tell; see `read`
         rows: the number of rows of the sample, as it is read
@@ -147,11 +148,10 @@ class Splitter:
     def __init__(
         self, forward: Callable[..., Any], sample: Arguments, no_chunk: Collection[str], *, splits: bool = True
     ) -> None:
-        self.splits = splits
-        no_chunk = [no_chunk] if isinstance(no_chunk, str) else no_chunk
+        self.splits, self.on_meta = splits, False
         self._names = _positional(forward)
         named = dict(self._named(sample))
-        unknown = [name for name in no_chunk if name not in named and name not in self._names]
+        unknown = [name for name in no_chunk if name not in named and name not in _parameters(forward)]
         if unknown:
             raise ValueError(f"no_chunk names {unknown}, but the arguments of the sample are {[*named]}")
         self._whole = {*no_chunk}
@@ -242,7 +242,7 @@ class Splitter:
             sizes: the number of rows of each micro-batch
 
         Raises:
-            ValueError: an argument that is split does not have the rows of the others.
+            ValueError: an argument that is split does not have the rows of the others, or the sample did not have it.
         """
         rows = sum(sizes)
         faults: list[str] = []
@@ -322,8 +322,13 @@ class Splitter:
             return None
         length = _length(value)
         wanted = self._split.get(path, length == rows)
-        if not wanted or (is_tensor and length <= 1 and rows != 1):  # A single row is broadcast.
+        if not wanted or len(sizes) == 1 or (is_tensor and length <= 1 and rows != 1):  # A single row is broadcast.
             return [value] * len(sizes)
+        if path not in self._split and not self.on_meta:
+            raise ValueError(
+                f"'{path}' has {length} items, as many as the batch has rows, but the sample did not have it, so "
+                f"nothing tells whether they are rows; give pipelined a sample with it, or no_chunk=['{path}']"
+            )
         if length != rows:
             faults.append(f"'{path}' has {length}" + ("" if is_tensor else " items, taken for the rows"))
             return [value] * len(sizes)
@@ -425,13 +430,16 @@ def _is_plain_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and not hasattr(value, "_fields")
 
 
-def _positional(forward: Callable[..., Any]) -> list[str]:
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(forward).parameters.values()
+        return inspect.signature(forward).parameters
     except (TypeError, ValueError):
-        return []
+        return {}
+
+
+def _positional(forward: Callable[..., Any]) -> list[str]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in positional]
+    return [name for name, parameter in _parameters(forward).items() if parameter.kind in positional]
 
 
 def _parts(value: Any, path: str) -> list[tuple[str, Any]]:

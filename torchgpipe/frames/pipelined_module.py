@@ -136,7 +136,7 @@ class _Pipelined(nn.Module):
             )
         try:
             return runs.step(args, target, kwargs, scaler, on_oom)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             if (
                 target is None
                 and runs.settings.loss_fn is not None

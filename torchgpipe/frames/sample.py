@@ -70,7 +70,7 @@ def study(
     splitter = Splitter(module.forward, sample, no_chunk, splits=splits)
     places = [*dict.fromkeys([parameter.device for parameter in module.parameters()])] or [torch.device("cpu")]
     where = places[0]
-    on_meta = where.type == "meta"
+    on_meta = splitter.on_meta = where.type == "meta"
     sample = sample.mapped(lambda tensor: tensor.detach().to(where), caches=False)
     with untouched(module), torch.no_grad():
         known = {id(tensor): tensor for _, _, tensor in attributes(module)}
