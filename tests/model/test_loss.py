@@ -362,6 +362,28 @@ def test_outputs_that_cannot_be_joined() -> None:
     model.step(x)
 
 
+@fronts
+def test_a_matrix_beside_the_loss_is_joined_along_its_rows(front: Any) -> None:
+    """As of a confusion matrix: `pipelined` said that a step cannot join it, and to use a step; a GPipe takes it."""
+
+    def scored(output: Tensor, target: Tensor) -> Any:
+        loss, counts = F.cross_entropy(output, target), torch.zeros(CLASSES, CLASSES)
+        return loss, {"matrix": counts.index_put_((target, output.argmax(1)), torch.ones(()), accumulate=True)}
+
+    x, target, plain = inputs(), LABELS.clamp(0), layers()
+    expected = torch.cat([scored(plain(a), b)[1]["matrix"] for a, b in zip(x.chunk(4), target.chunk(4))])
+    _, step = front(layers(), x, loss_fn=scored)
+    assert torch.equal(step(x, target)[1]["matrix"], expected)
+
+
+def test_values_that_cannot_be_joined_name_what_can() -> None:
+    for values, message in ((len, "'value' is int, which"), (lambda y: y[:, : len(y) - 1], "'value' differs")):
+        loss_fn = lambda y, t, values=values: (F.mse_loss(y, t), values(y))  # noqa: E731
+        _, step = of_any_module(layers(), inputs(), loss_fn=loss_fn, chunks=3)
+        with pytest.raises((TypeError, ValueError), match=f"beside the loss .* {message}.*; return tensors, all but"):
+            step(inputs(), NUMBERS)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"loss_fn": nn.MSELoss(reduction="none")}, "loss_fn has reduction='none', but must return one number"),
     ({"loss_fn": partial(F.mse_loss, reduction="none")}, "give reduction='mean' or 'sum'"),

@@ -40,14 +40,17 @@ def canonical_device(device: Device) -> torch.device:
     A CPU keeps the index that it has or lacks: ``'cpu:0'`` and ``'cpu:1'`` are two devices that share one memory.
 
     Raises:
-        ValueError: PyTorch sees no such device.
+        ValueError: PyTorch knows or sees no such device.
     """
     if isinstance(device, int) and _accelerator() is None:
         raise ValueError(
             f"{device} is the number of an accelerator, but PyTorch sees none; to try it on the CPU, give "
             "devices=['cpu', 'cpu']"
         )
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"a device must be one of PyTorch, such as 'cuda:0' or 'cpu', but got {device!r}") from None
     if device.type in ("cpu", "meta"):
         return device
     count = device_module(device).device_count()

@@ -16,6 +16,7 @@ from torchgpipe.frames.layout import Layout, Part, PartitionLayout
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors, name_of
 from torchgpipe.frames.spine import Trace, find_spine
+from torchgpipe.model.settings import verify_names
 from torchgpipe.processes.processes import Processes
 
 __all__ = ["arrange"]
@@ -286,7 +287,7 @@ class _Doors:
             )
         if isinstance(checkpoint, bool) or checkpoint in ("always", "never", None):
             return dict(self._columns) if checkpoint in (True, "always") else {}
-        names = [checkpoint] if isinstance(checkpoint, str) else [*checkpoint]
+        names = verify_names("checkpoint", checkpoint)
         modules = dict(self._module.named_modules())
         unknown = [name for name in names if name not in modules]
         if unknown:

@@ -44,9 +44,11 @@ def follow(network: N, model: nn.Module) -> N:
         ``network``
 
     Raises:
-        TypeError: the model is no pipeline.
+        TypeError: the network is no module, or the model is no pipeline.
         ValueError: nothing calls a part of the network that has parameters, or layers on several devices call it.
     """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"follow takes a network of adapters, which is an nn.Module, but got {network!r}")
     inside = {module: name for name, module in network.named_modules()}
     places: dict[nn.Module, torch.device] = {}
     for layer, device in _places_of(model):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.numbers import compute_weights, find_rule, share, verify_seen
-from torchgpipe.frames.outputs import OWN_LOSSES, Rule, find_path_of_loss, join, own_loss
+from torchgpipe.frames.outputs import OWN_LOSSES, Kinds, Rule, find_path_of_loss, join, own_loss
 from torchgpipe.frames.settings import Settings
-from torchgpipe.model.loss import Losses
+from torchgpipe.model.loss import NO_LOSS_FUNCTION, Losses
 from torchgpipe.model.loss_proof import LossProof
-from torchgpipe.model.values import mapped
+from torchgpipe.model.values import each, mapped
 
 __all__ = ["MicroBatchLoss"]
 
@@ -41,6 +41,8 @@ class MicroBatchLoss(Losses):
         training: bool,
         proof: LossProof | None = None,
     ) -> None:
+        if target is not None and settings.loss_fn is None:
+            raise ValueError(NO_LOSS_FUNCTION)
         super().__init__(
             settings.loss_fn,
             settings.weight,
@@ -120,7 +122,7 @@ class MicroBatchLoss(Losses):
         """Return the loss, and what else the loss function has returned, joined.
 
         Raises:
-            ValueError: the proof of the loss function fails.
+            TypeError, ValueError: other values cannot be joined, or the proof of the loss function fails.
         """
         sizes = self._sizes
 
@@ -139,4 +141,12 @@ class MicroBatchLoss(Losses):
         values = self._values_of(len(sizes))
         if self._window is not None:
             return self.sum(), values
-        return self.sum(), join(values, sizes, {}, lambda _, numbers: torch.stack(list(numbers)))
+        # Along dimension 0, as a GPipe does: nothing tells whether the rows of a matrix are those of the batch.
+        kinds: Kinds = {path: 0 for path, tensor in each(values[0]) if tensor.dim()}
+        try:
+            return self.sum(), join(values, sizes, kinds, lambda _, numbers: torch.stack(list(numbers)))
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"what loss_fn returns beside the loss is joined along dimension 0, but "
+                f"{str(error).partition(';')[0]}; return tensors, all but dimension 0 of one shape"
+            ) from None

@@ -39,9 +39,9 @@ from torchgpipe.frames.weights import begin_alike, keep_own
 from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches, verify_independent
-from torchgpipe.model.loss import verify_loss
+from torchgpipe.model.loss import NO_LOSS_FUNCTION, verify_loss
 from torchgpipe.model.retry import OnShortage, verify_on_oom
-from torchgpipe.model.settings import verify_chunks
+from torchgpipe.model.settings import verify_chunks, verify_names, verify_number
 from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
 from torchgpipe.processes.processes import Processes
 from torchgpipe.schedule import Schedule, verified
@@ -233,7 +233,10 @@ def _pipelined(
         # All micro-batches pass a partition before the next one, so all their activations would be kept.
         checkpoint = True if isinstance(checkpoint, tuple) and not checkpoint else checkpoint
     verify_loss(loss_fn, weight, reduce)
-    whole = [no_chunk] if isinstance(no_chunk, str) else [*no_chunk]
+    if target is not None and loss_fn is None:
+        raise ValueError(NO_LOSS_FUNCTION)
+    whole = verify_names("no_chunk", no_chunk)
+    partitions = None if partitions is None else verify_number("partitions", partitions)
     balance, devices = _by_numbers(balance, devices)
     processes = None if mesh is None else Processes(mesh, timeout)
     if processes is None:
@@ -264,7 +267,10 @@ def _pipelined(
             weight=weight,
             reduce=reduce,
             whole_target="target" in whole,
-            may_differ=[*_names(may_differ), *_names(() if isinstance(verify, bool) else verify)],
+            may_differ=[
+                *verify_names("may_differ", may_differ),
+                *verify_names("verify", () if isinstance(verify, bool) else verify),
+            ],
             offload=limits,
             on_oom=verify_on_oom(on_oom),
             processes=processes,
@@ -371,10 +377,6 @@ def _devices_of_processes(
         )
     processes.owners = [places[j % len(places)][0] for j in range(n)]
     return [places[j % len(places)][1] for j in range(n)]
-
-
-def _names(names: Collection[str]) -> Collection[str]:
-    return [names] if isinstance(names, str) else names
 
 
 def _by_numbers(

@@ -248,6 +248,10 @@ class FramesProof(PlainSide):
 
     def compare_pipeline(self, apart: PlainRun) -> None:
         pipeline, settings = self._pipeline, self._settings
+        paths = {path for output in apart.outputs for path, _ in each(output)}
+        unknown = sorted({*settings.may_differ} - paths.union({"loss"}, *settings.study.kinds.values()))
+        if unknown:
+            raise ValueError(f"may_differ names {unknown}, but the outputs of the model are {sorted(paths)}")
         if settings.loss_fn is None:
             verify_known(apart.outputs[0])
         outputs: dict[int, Any] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.model.sequence import CarriedCache, cut_sequence
+from torchgpipe.model.settings import verify_number
 from torchgpipe.model.values import each
 from torchgpipe.replay.statistics import Norm
 
@@ -53,7 +54,7 @@ class MicroBatches:
             those of the order in which the micro-batches come; gradients are added in the order in which they run
 
     Raises:
-        TypeError: ``batches`` is one batch, or holds ``MicroBatches``.
+        TypeError: ``batches`` is one batch, or holds ``MicroBatches``, or ``weights`` are no numbers.
         ValueError: there is no batch, the weights do not fit, or there is no such order.
     """
 
@@ -64,7 +65,7 @@ class MicroBatches:
         weights: Iterable[float | Tensor] | None = None,
         order: Literal["longest"] | None = None,
     ) -> None:
-        if isinstance(batches, (Tensor, Mapping, str)):
+        if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise TypeError(
                 f"MicroBatches takes a list of batches, but got one {type(batches).__name__}; give "
                 "MicroBatches([batch_1, batch_2, ...]), or let chunks= split the mini-batch"
@@ -75,7 +76,10 @@ class MicroBatches:
             raise ValueError("MicroBatches needs one batch or more, but got none")
         if any([isinstance(batch, MicroBatches) for batch in self.batches]):
             raise TypeError("MicroBatches cannot be inside of MicroBatches; give one list of all batches")
-        self.weights = None if weights is None else to_floats(list(weights))
+        try:
+            self.weights = None if weights is None else to_floats(list(weights))
+        except (TypeError, ValueError):
+            raise TypeError(f"weights must be a list of numbers, one for each batch, but got {weights!r}") from None
         if self.weights is not None:
             if len(self.weights) != len(self.batches):
                 raise ValueError(f"MicroBatches has {len(self.batches)} batches, but {len(self.weights)} weights")
@@ -151,11 +155,12 @@ class windows:
         size: the number of batches in a window; the last one may have fewer
 
     Raises:
+        TypeError: ``size`` is no integer.
         ValueError: ``size`` is less than 1.
     """
 
     def __init__(self, batches: Iterable[Any], size: int) -> None:
-        if size < 1:
+        if verify_number("size", size) < 1:
             raise ValueError(f"a window has one batch or more, but got size={size}")
         self._batches, self._size = batches, size
 

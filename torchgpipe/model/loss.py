@@ -32,6 +32,7 @@ from torchgpipe.model.settings import verify_functions
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
 
 __all__ = [
+    "NO_LOSS_FUNCTION",
     "NO_TARGET",
     "LossFunction",
     "Losses",
@@ -47,6 +48,7 @@ LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 #: Takes the target of a micro-batch, and returns the weight of its loss in the mean.
 Weight: TypeAlias = Callable[[Any], float | int | Tensor]
 
+NO_LOSS_FUNCTION = "target= is for a loss function, but there is none; give loss_fn=, or leave target out"
 NO_TARGET = "no target was given: step(..., target=y)"
 
 

@@ -19,6 +19,7 @@ from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import forward_mode_is_active, pytree, transforms_are_active
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.model.given import MicroBatches, concatenate, refuse_strided_nested, verify_independent
+from torchgpipe.model.settings import verify_names
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -89,7 +90,7 @@ class WholeArguments:
     """
 
     def __init__(self, names: str | Collection[str], layer: Callable[..., Any] | None) -> None:
-        self.names = {names} if isinstance(names, str) else {*names}
+        self.names = {*verify_names("no_chunk", names)}
         self._known = [*inspect.signature(getattr(layer, "forward", len)).parameters] if self.names else []
         unknown = sorted(self.names - {"target", *self._known})
         if unknown:

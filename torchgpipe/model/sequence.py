@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchgpipe.model.settings import verify_number
+
 __all__ = ["CarriedCache", "cut_sequence"]
 
 #: What has a token of the sequence in each place of dimension 1, as transformers names it.
@@ -110,8 +112,10 @@ def _ends(tensors: Mapping[str, Tensor], chunks: int | Sequence[int]) -> list[in
             f"which has one size, but got {shapes}"
         )
     ((length,),) = lengths
-    if isinstance(chunks, int):
+    if not isinstance(chunks, Sequence) or isinstance(chunks, str):
+        verify_number("chunks", chunks)
         chunks = [length // chunks + (k < length % chunks) for k in range(chunks)] if chunks > 0 else []
+    chunks = [verify_number("each of chunks", chunk) for chunk in chunks]
     if sum(chunks) != length or min(chunks) < 1:
         raise ValueError(f"the chunks have the lengths {[*chunks]}, but the sequence has {length} tokens")
     return [*accumulate(chunks)]

@@ -15,6 +15,8 @@ __all__ = [
     "verify_checkpoint_or_layers",
     "verify_chunks",
     "verify_functions",
+    "verify_names",
+    "verify_number",
 ]
 
 #: Which micro-batches are checkpointed: all, all but the last, or none.
@@ -35,12 +37,35 @@ def verify_chunks(chunks: Any) -> int:
     """
     message = f"number of chunks must be positive integer, but got {chunks!r}"
     try:
-        number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else operator.index(chunks)
+        number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else verify_number("chunks", chunks)
     except TypeError:
         raise TypeError(message) from None
     if number <= 0:
         raise ValueError(message)
     return number
+
+
+def verify_number(name: str, number: Any) -> int:
+    """Return a setting as an int.
+
+    Raises:
+        TypeError: it is something else, such as text or a truth value.
+    """
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"{name} must be an integer, but got {number!r}")
+    return operator.index(number)
+
+
+def verify_names(name: str, names: Any) -> list[str]:
+    """Return a setting as a list of names, given a list or one name.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    found = [names] if isinstance(names, str) else [*names] if isinstance(names, Collection) else [names]
+    if not all([isinstance(one, str) for one in found]):
+        raise TypeError(f"{name} must be a list of names, such as ['x'], but got {names!r}")
+    return found
 
 
 def verify_functions(**functions: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -14,7 +13,7 @@ from torchgpipe.devices.device import canonical_device, default_devices
 from torchgpipe.devices.torch_internals import is_optimized, uses_cuda_graphs
 from torchgpipe.devices.typing import Device
 from torchgpipe.model.partition import Partition
-from torchgpipe.model.settings import CheckpointMode
+from torchgpipe.model.settings import CheckpointMode, verify_number
 
 __all__ = [
     "verify_balance",
@@ -84,7 +83,7 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
     if balance is None:
         raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)", layers))
     try:
-        counts = [operator.index(count) for count in balance]
+        counts = [verify_number("balance", count) for count in balance]
     except TypeError:
         raise TypeError(
             _recommend_balancing(

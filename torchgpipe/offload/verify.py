@@ -37,11 +37,13 @@ def verify_offload(offload: Any, slots: Any, pin: Any) -> tuple[Slots, Pin, bool
 
     Raises:
         TypeError: ``slots`` or ``pin`` is no integer, and no list of these.
-        ValueError: ``offload`` is none of its values, there is no slot, or ``pin`` is negative.
+        ValueError: ``offload`` is none of its values, there is no slot, ``pin`` is negative, or they have no use.
     """
     if offload not in (True, False, "weights"):
         raise ValueError(f"offload must be True, 'weights' or False, but got {offload!r}")
     if not offload:
+        if slots != 2 or pin is not None:
+            raise ValueError(f"slots={slots!r} and pin={pin!r} are for offload=True; leave them out, or give offload=")
         return None
     slots, pin = (tuple(each) if isinstance(each, list) else each for each in (slots, pin))
     for name, given, least in (("slots", slots, 1), ("pin", pin, 0)):
