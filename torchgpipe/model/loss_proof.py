@@ -85,9 +85,7 @@ class LossProof:
             rounding = [torch.finfo(one.dtype).eps for one in (losses[0], *outputs) if one.is_floating_point()]
             largest = max(abs(first), abs(second), abs(together))
             near = math.sqrt(max(rounding)) * largest
-            counts_none = math.isnan(mean) and math.isfinite(
-                together
-            )  # As of labels that are all padding.
+            counts_none = math.isnan(mean) and math.isfinite(together)  # As of labels that are all padding.
             if not counts_none and not 4 * rounding[0] < largest < math.inf:
                 return  # Zero but for rounding, or not finite: the next step may show more.
             if counts_none or abs(together - mean) > near:
