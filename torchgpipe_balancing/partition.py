@@ -2,9 +2,6 @@
 
 A pipeline is as fast as its slowest partition, so the largest load counts first. Among the splits with the smallest
 largest load, the loads are to be as even as possible. `split.py` finds such a split.
-
-The answer is exact. Every float is a fraction, so all numbers become whole numbers of a common unit before any are
-compared, and no decision depends on rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from torchgpipe_balancing.split import best_split
@@ -32,8 +28,7 @@ def partition(
     """Split layers into consecutive partitions so that the largest load is as small as possible.
 
     The load of a partition is the sum of its layers' costs, divided by the speed of its device. Of several splits
-    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. The
-    result is exact for whole numbers and floats of any magnitude. ::
+    with the same largest load, one with the least sum of squared loads is returned. No partition is empty. ::
 
         >>> partition([1, 1, 1, 9, 1, 1], 3)
         [3, 1, 2]
@@ -59,10 +54,10 @@ def partition(
         ValueError: fewer layers than partitions, partitions below 1, a number out of its range, lists whose
             lengths do not match, or layers that no split fits into the limits.
     """
-    cost = _fractions("costs", costs)
-    speed = None if speeds is None else _fractions("speeds", speeds, zero=False)
-    size = None if sizes is None else _fractions("sizes", sizes)
-    limit = None if limits is None else _fractions("limits", limits, infinity=sum(size or [], Fraction(0)))
+    cost = _floats("costs", costs)
+    speed = None if speeds is None else _floats("speeds", speeds, zero=False)
+    size = None if sizes is None else _floats("sizes", sizes)
+    limit = None if limits is None else _floats("limits", limits, infinity=True)
 
     if (size is None) != (limit is None):
         raise ValueError("sizes and limits go together: give both, or neither")
@@ -79,18 +74,17 @@ def partition(
         if numbers is not None and len(numbers) != count:
             raise ValueError(f"{name} has {len(numbers)} numbers, for {count} {of}")
 
-    slowness = _whole([1 / factor for factor in speed or [Fraction(1)] * n])
-    cuts = best_split(_whole(cost), slowness, None if size is None or limit is None else _farthest(size, limit))
+    slowness = [max(speed) / factor for factor in speed] if speed else [1.0] * n
+    cuts = best_split(cost, slowness, None if size is None or limit is None else _farthest(size, limit))
     if cuts is None:
         raise ValueError(f"sizes do not fit into limits: {_misfit(size or [], limit or [])}")
     return [end - start for start, end in pairwise(cuts)]
 
 
-def _farthest(sizes: Sequence[Fraction], limits: Sequence[Fraction]) -> Callable[[int, int], int]:
+def _farthest(sizes: Sequence[float], limits: Sequence[float]) -> Callable[[int, int], int]:
     """Return a function that returns the farthest cut up to which layers fit, given a partition and its first cut."""
-    numbers = _whole([*sizes, *limits])  # in one unit
-    sums = list(accumulate(numbers[: len(sizes)], initial=0))
-    return lambda j, start: bisect_right(sums, sums[start] + numbers[len(sizes) + j]) - 1
+    sums = list(accumulate(sizes, initial=0.0))
+    return lambda j, start: bisect_right(sums, sums[start] + limits[j]) - 1
 
 
 def check_partitions(layers: int, partitions: int) -> None:
@@ -105,51 +99,32 @@ def check_partitions(layers: int, partitions: int) -> None:
         raise ValueError(f"{layers} layers cannot be split into {partitions} partitions: one would be empty")
 
 
-def _misfit(sizes: list[Fraction], limits: list[Fraction]) -> str:
+def _misfit(sizes: list[float], limits: list[float]) -> str:
     """Say what exceeds the limits: a layer, all layers together, or some partition of every split."""
-    total, room = sum(sizes, Fraction(0)), sum(limits, Fraction(0))
+    total, room = math.fsum(sizes), sum(limits)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     if sizes[largest] > max(limits):
-        return f"layer {largest} has size {_plain(sizes[largest])}, but the largest limit is {_plain(max(limits))}"
-    together = f"all layers together have size {_plain(total)}"
+        return f"layer {largest} has size {sizes[largest]:.15g}, but the largest limit is {max(limits):.15g}"
+    together = f"all layers together have size {total:.15g}"
     if total > room:
-        return f"{together}, but all limits together are {_plain(room)}"
-    return f"{together}, and all limits together are {_plain(room)}, but every split exceeds one of the limits"
+        return f"{together}, but all limits together are {room:.15g}"
+    return f"{together}, and all limits together are {room:.15g}, but every split exceeds one of the limits"
 
 
-def _fractions(
-    name: str, values: Iterable[float], *, zero: bool = True, infinity: Fraction | None = None
-) -> list[Fraction]:
-    """Return the numbers as exact fractions. If `infinity` is given, it stands for infinite numbers."""
-    fractions = []
-    faults = []
-    for index, value in enumerate(values):
-        fraction = infinity if value == math.inf else _fraction(value)
-        if fraction is None or fraction < 0 or (fraction == 0 and not zero):
-            faults.append(f"{name}[{index}] is {value}")
-        else:
-            fractions.append(fraction)
+def _floats(name: str, values: Iterable[float], *, zero: bool = True, infinity: bool = False) -> list[float]:
+    """Return the numbers as floats.
+
+    Raises:
+        ValueError: one is negative, not a number, infinite unless `infinity`, or zero unless `zero`.
+    """
+    values = list(values)
+    floats = [float(value) for value in values]
+    faults = [
+        f"{name}[{index}] is {values[index]}"
+        for index, value in enumerate(floats)
+        if not (value > 0 or (value == 0 and zero)) or (value == math.inf and not infinity)
+    ]
     if faults:
-        must = ("finite and " if infinity is None else "") + ("not negative" if zero else "above zero")
+        must = ("" if infinity else "finite and ") + ("not negative" if zero else "above zero")
         raise ValueError(f"{name} must be {must}: {', '.join(faults)}")
-    return fractions
-
-
-def _fraction(value: float) -> Fraction | None:
-    """Return a number as an exact fraction, or None if it is not finite."""
-    try:
-        # Fraction does not accept NumPy's floats, and NumPy's integers have no as_integer_ratio.
-        return Fraction(*value.as_integer_ratio()) if hasattr(value, "as_integer_ratio") else Fraction(value)
-    except (OverflowError, ValueError):
-        return None
-
-
-def _whole(numbers: Sequence[Fraction]) -> list[int]:
-    """Return the numbers as multiples of a unit in which all of them are whole."""
-    unit = math.lcm(*(number.denominator for number in numbers))
-    return [number.numerator * (unit // number.denominator) for number in numbers]
-
-
-def _plain(number: Fraction) -> int | float:
-    """Return the number as a reader would write it."""
-    return number.numerator if number.denominator == 1 else float(number)
+    return floats

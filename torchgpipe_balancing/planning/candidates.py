@@ -1,6 +1,6 @@
 """Make a candidate for every schedule and number of micro-batches: a balance by measured times, within the memory.
 
-    1. Balance the seconds of the partitions, exactly (`best_split`). If every device has room, that is the candidate.
+    1. Balance the seconds of the partitions (`best_split`). If every device has room, that is the candidate.
     2. If not, balance them within the memory, with nothing recomputed, and with all recomputed that saves memory. In
        these three balances, recompute the layers that save most for a second, until all fits.
     3. Do so again, with the seconds of recomputation of the best in what is balanced.
@@ -201,9 +201,7 @@ def _balance(
     seconds = [layer.forward + layer.backward for layer in problem.layers]
     for k in recomputed:
         seconds[k] += _seconds_again(problem, k)
-    unit = (sum(seconds) or 1.0) / 2**30
-    slowness = [round(problem.devices[place].slowness * 2**20) for place in problem.places]
-    cuts = best_split([round(each / unit) for each in seconds], slowness, farthest)
+    cuts = best_split(seconds, [problem.devices[place].slowness for place in problem.places], farthest)
     return None if cuts is None else tuple([end - start for start, end in pairwise(cuts)])
 
 
