@@ -72,12 +72,11 @@ class PlanInput:
     Attributes:
         costs: what was measured
         devices: the devices, with the memory that a plan may use
-        batch: the rows of a mini-batch, or the sum of ``lengths``
+        batch: the rows of a mini-batch
         states: bytes of gradients and of the optimizer's states for each byte of a parameter that requires grad
         schedules: the schedules to try
         chunks: the numbers of micro-batches to try
         recomputes: whether layers may be recomputed
-        lengths: of a window of micro-batches, the length of each, in the order in which they run
     """
 
     costs: Costs
@@ -87,12 +86,6 @@ class PlanInput:
     schedules: tuple[ScheduleName, ...] = RESIDENT
     chunks: tuple[int, ...] = ()
     recomputes: bool = True
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of what a step is given: the rows of a mini-batch, or the lengths of its micro-batches."""
-        return self.lengths or (self.batch,)
 
 
 def candidates(given: PlanInput) -> list[Candidate]:
@@ -294,11 +287,9 @@ def _problems(given: PlanInput) -> Iterator[Problem]:
 def problem_of(given: PlanInput, schedule: ScheduleName, chunks: int) -> Problem:
     """Return the problem of a schedule with so many micro-batches."""
     costs, places = given.costs, usual_places(schedule, len(given.devices))
-    rows: float = rows_of(given.batch, chunks)
+    rows = rows_of(given.batch, chunks)
     m = math.ceil(given.batch / rows)  # There may be fewer than chunks.
-    if given.lengths:
-        m, rows = len(given.lengths), given.batch / len(given.lengths)
-    problem = Problem(
+    return Problem(
         layers=costs.layers_at(rows, m, given.states),
         devices=given.devices,
         places=tuple(places),
@@ -310,8 +301,3 @@ def problem_of(given: PlanInput, schedule: ScheduleName, chunks: int) -> Problem
         schedule=schedule,
         chunks=chunks,
     )
-    of_length = {
-        length: replace(problem, layers=costs.layers_at(length, m, given.states), cell=costs.cells_at(length))
-        for length in {*given.lengths}
-    }
-    return replace(problem, unequal=tuple([of_length[length] for length in given.lengths]))

@@ -18,7 +18,6 @@ from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, probl
 from torchgpipe_balancing.planning.counting import activation_peaks
 from torchgpipe_balancing.planning.measure import time_steps
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
-from torchgpipe_balancing.planning.problem import Problem
 from torchgpipe_balancing.table import table
 
 __all__ = ["Check", "config_of", "run_check", "try_out"]
@@ -93,7 +92,7 @@ def try_out(tested: ModelUnderTest, given: PlanInput, fitting: Sequence[Candidat
             try:
                 config = config_of(given, near[k])
                 model, step = tested.pipeline(config)
-                seconds[k] += time_steps(partial(step, *given.sizes), config.devices, 1 + _STEPS, model)[1:]
+                seconds[k] += time_steps(partial(step, given.batch), config.devices, 1 + _STEPS, model)[1:]
             except torch.OutOfMemoryError:  # The margin was too small for it.
                 del seconds[k]
     ran = [replace(near[k], measured=statistics.median(of_steps)) for k, of_steps in seconds.items()]
@@ -111,7 +110,7 @@ def run_check(tested: ModelUnderTest, given: PlanInput, candidate: Candidate, st
     """
     config, names = config_of(given, candidate), [device.name for device in given.devices]
     model, step = tested.pipeline(config)
-    run = partial(step, *given.sizes)
+    run = partial(step, given.batch)
     accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
     time_steps(run, config.devices, 1, model)
     for device in accelerators:
@@ -134,9 +133,6 @@ def run_check(tested: ModelUnderTest, given: PlanInput, candidate: Candidate, st
 
 def _held(given: PlanInput, candidate: Candidate) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
-    return _seen(problem_of(given, candidate.schedule, candidate.chunks)).outcome(candidate.choice).memory
-
-
-def _seen(problem: Problem) -> Problem:
-    layers = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
-    return replace(problem, layers=layers, unequal=tuple(map(_seen, problem.unequal)))
+    problem = problem_of(given, candidate.schedule, candidate.chunks)
+    seen = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
+    return replace(problem, layers=seen).outcome(candidate.choice).memory

@@ -210,7 +210,7 @@ class _Bench:
             for (count, schedule, apart), recorded in runs.items():
                 m = self._chunks(count)
                 model, step = self._tested.pipeline(self._configs[apart]._replace(chunks=m, schedule=schedule))
-                recorded.run(model, partial(step, *[count] * m), self._devices)
+                recorded.run(model, partial(step, count * m), self._devices)
             rounds += 1
         of_layers = [factor for factor, count in zip(slowness, self._counts) for _ in range(count)]
         of_rows = [self._times_of(count, runs, of_layers) for count in rows]
@@ -323,7 +323,7 @@ def measured_slowness(tested: ModelUnderTest, config: Config, rows: int) -> list
         places, recorded = [next_of[device] for device in config.devices], Recorded()
         model, step = tested.pipeline(config._replace(devices=places))
         for _ in range(_ROUNDS):
-            recorded.run(model, partial(step, *[rows] * config.chunks), devices)
+            recorded.run(model, partial(step, rows * config.chunks), devices)
         for j, device in enumerate(places):
             seconds[kinds[device]] += (recorded.mean("F", j) + recorded.mean("B", j)) / count[kinds[device]]
     return [seconds[kind] / min(seconds.values()) for kind in kinds.values()]

@@ -23,7 +23,6 @@ from torchgpipe.frames.pipelined import pipelined_apart, verify_module
 from torchgpipe.frames.sample import Study, study
 from torchgpipe.frames.settings import Settings
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.given import MicroBatches, length_of
 from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.values import each, mapped
 from torchgpipe.schedule import Schedule
@@ -56,7 +55,7 @@ class ModelUnderTest:
 
     Attributes:
         layers: for each layer, the names of the modules that it consists of
-        rows: the number of rows of the sample, or the length of its shortest micro-batch
+        rows: the number of rows of the sample
         loss: where the loss comes from, for people
     """
 
@@ -65,29 +64,14 @@ class ModelUnderTest:
     loss: str
     #: Returns the position of the layer that a parameter or buffer belongs to.
     _layer_of: Callable[[str], int]
-    #: Returns the sample with so many rows, or its micro-batch of about this length.
+    #: Returns the sample with so many rows.
     _arguments: Callable[[int], Arguments]
 
     def __init__(
-        self,
-        model: nn.Module,
-        rows: int,
-        target: Any,
-        options: Mapping[str, Any],
-        *,
-        has_own_loss: bool,
-        window: MicroBatches | None,
+        self, model: nn.Module, rows: int, target: Any, options: Mapping[str, Any], *, has_own_loss: bool
     ) -> None:
-        self._window, self._lengths = window, [length_of(batch) for batch in window or ()]
-        rows = rows if window is None else min(self._lengths)
         if not rows:
             raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
-        if (
-            window is not None
-            and target is not None
-            and (not isinstance(target, MicroBatches) or len(target) != len(window))
-        ):
-            raise ValueError(f"the {len(window)} MicroBatches to measure need as many of target=, but got {target!r}")
         self._model, self.rows, self._target = model, rows, target
         has_loss = has_own_loss or "loss_fn" in options
         self._options = {**({} if has_loss else {"loss_fn": _mean_of_all, "reduce": "mean"}), **options}
@@ -118,33 +102,24 @@ class ModelUnderTest:
         with SkipTracker():
             output = self._model(*args, **kwargs)
         loss_fn = self._options.get("loss_fn")
-        return own_loss(output) if loss_fn is None else loss_fn(output, self._beside(self._targets(rows)))
+        return (
+            own_loss(output)
+            if loss_fn is None
+            else loss_fn(output, self._beside(resized(self._target, self.rows, rows)))
+        )
 
     def pipeline(self, config: Config) -> tuple[nn.Module, Callable[..., Any]]:
-        """Pipeline the copy; return it, and what runs a step on micro-batches of these sizes, or on all their rows."""
+        """Pipeline the copy; return it, and what runs a step on so many rows."""
         model = self._pipelined(config)
 
-        def step(*sizes: int) -> Any:
-            if self._window is not None:
-                near = [*map(self._nearest, sizes)]
-                target = None if self._target is None else MicroBatches([self._target[k] for k in near])
-                return model.step(MicroBatches([self._window[k] for k in near]), target=target)
-            args, kwargs = self._arguments(sum(sizes))
-            return model.step(*args, target=self._targets(sum(sizes)), **kwargs)
+        def step(rows: int) -> Any:
+            args, kwargs = self._arguments(rows)
+            return model.step(*args, target=resized(self._target, self.rows, rows), **kwargs)
 
         return model, step
 
-    def _nearest(self, length: int) -> int:
-        """Return the number of the micro-batch whose length is nearest."""
-        return min(range(len(self._lengths)), key=lambda k: abs(self._lengths[k] - length))
-
     def _pipelined(self, config: Config) -> Any:
         raise NotImplementedError
-
-    def _targets(self, rows: int) -> Any:
-        if self._window is not None:
-            return None if self._target is None else self._target[self._nearest(rows)]
-        return resized(self._target, self.rows, rows)
 
     def _beside(self, value: Any) -> Any:
         """Return a value with its tensors on the device of the model."""
@@ -215,14 +190,11 @@ class Layers(ModelUnderTest):
     def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
         sample_rows = len(tensors[0]) if tensors else 0
-        window = sample if isinstance(sample, MicroBatches) else None
-        super().__init__(_copied(model), sample_rows, target, options, has_own_loss=False, window=window)
+        super().__init__(_copied(model), sample_rows, target, options, has_own_loss=False)
         names = list(layers_of(model))
         self.layers = [[name] for name in names]
         self._layer_of = lambda name: names.index(name.partition(".")[0])
-        self._arguments = lambda size: Arguments(
-            (resized(sample, sample_rows, size) if window is None else window[self._nearest(size)],), {}
-        )
+        self._arguments = lambda rows: Arguments((resized(sample, sample_rows, rows),), {})
 
     def _pipelined(self, config: Config) -> Any:
         return apply(self._model, self.layers, config, None, self._options)
@@ -232,16 +204,14 @@ class AnyModule(ModelUnderTest):
     """Any other module, whose layers are the parts of its spine."""
 
     def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
-        model, window = _copied(model), sample if isinstance(sample, MicroBatches) else None
-        self._sample = arguments_of(sample if window is None else window[0])
+        model = _copied(model)
+        self._sample = arguments_of(sample)
         # The sample runs once, before the partitions are on different devices.
-        self._studied = study(model, self._sample, options.get("no_chunk", ()), rounds=1, splits=window is None)
+        self._studied = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
         has_own_loss = "loss_fn" not in options and own_loss(self._studied.traces[0].output) is not None
         splitter = self._studied.splitter
-        super().__init__(model, splitter.rows, target, options, has_own_loss=has_own_loss, window=window)
+        super().__init__(model, splitter.rows, target, options, has_own_loss=has_own_loss)
         self._arguments = partial(splitter.resized, self._sample)
-        if window is not None:
-            self._arguments = lambda length: arguments_of(window[self._nearest(length)])
         settings = self._each_part_apart(partitions, options)
         parts = range(len(settings.devices))
         self.layers = [[name for name, k in settings.doors.items() if k == part] for part in parts]
@@ -268,8 +238,7 @@ class AnyModule(ModelUnderTest):
             self._pipeline.unpipelined()
         # Without a proof, which what is only measured needs not; `Plan.apply` has it.
         options = {**self._options, "verify": False}
-        sample = tuple(self._sample) if self._window is None else self._window
-        self._pipeline = apply(self._model, self.layers, config, sample, options, self._studied)
+        self._pipeline = apply(self._model, self.layers, config, tuple(self._sample), options, self._studied)
         return self._pipeline
 
 

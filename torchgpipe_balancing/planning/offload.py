@@ -249,7 +249,7 @@ def _measured(
     for rows in sizes:
         recorded = Recorded()
         for _ in range(_ROUNDS):
-            recorded.run(pipeline, partial(step, *[rows] * _CHUNKS), devices)
+            recorded.run(pipeline, partial(step, rows * _CHUNKS), devices)
         sized = [Layer(**in_proportion(layer, rows, sizes[0])) for layer in held]
         samples.append(
             [

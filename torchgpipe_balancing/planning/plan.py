@@ -15,7 +15,7 @@ from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import read_size, shown_size
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
-from torchgpipe.model.given import MicroBatches, length_of, order_of
+from torchgpipe.model.given import MicroBatches
 from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe.schedule.programs import RESIDENT, verified
@@ -36,7 +36,7 @@ from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
-from torchgpipe_balancing.planning.text import describe, describe_batch
+from torchgpipe_balancing.planning.text import describe
 
 __all__ = ["Check", "DoesNotFit", "Plan", "plan"]
 
@@ -51,21 +51,14 @@ class DoesNotFit(ValueError):
 @overload
 def plan(model: nn.Module, sample: Any, *, batch: int, offload: Literal[True], **arguments: Any) -> OffloadPlan: ...
 @overload
-def plan(
-    model: nn.Module,
-    sample: Any,
-    *,
-    batch: int | Sequence[int] | MicroBatches,
-    offload: Literal[False] = ...,
-    **arguments: Any,
-) -> Plan: ...
+def plan(model: nn.Module, sample: Any, *, batch: int, offload: Literal[False] = ..., **arguments: Any) -> Plan: ...
 
 
 def plan(
     model: nn.Module,
     sample: Any,
     *,
-    batch: int | Sequence[int] | MicroBatches,
+    batch: int,
     memory: Sequence[float | str] | None = None,
     devices: Iterable[Device] | None = None,
     optimizer: Optimizer = None,
@@ -105,9 +98,7 @@ def plan(
             :func:`~torchgpipe.pipelined`. It is not changed
         sample: an input of some rows: for a Sequential as in :meth:`GPipe.step <torchgpipe.GPipe.step>`, for others
             as in :func:`~torchgpipe.pipelined`
-        batch: the rows of a mini-batch; or a window of micro-batches that differ, :class:`~torchgpipe.MicroBatches`,
-            which is measured in place of the sample; or a list of their lengths, in elements of the first tensor of
-            each, with a sample of ``MicroBatches`` of some lengths
+        batch: the rows of a mini-batch
         memory: the bytes of each device's memory, as numbers or as texts such as ``'14GiB'`` (default: what the
             accelerators have; no limit on the CPU)
         devices: the devices (default: as many as ``memory`` has of the accelerators, or else of the CPU's cores); if
@@ -141,13 +132,11 @@ def plan(
         ValueError: an argument does not fit, or the model cannot be pipelined.
         DoesNotFit: nothing fits the memory.
     """
-    lengths, sample = _window(batch, sample)
-    if lengths:
-        batch = sum(lengths)
-        if offload or chunks is not None:
-            other = "offload=True" if offload else "chunks="
-            raise ValueError(f"{other} plans for mini-batches that are split; leave it out, or give batch= their rows")
-        chunks = len(lengths)
+    if isinstance(batch, MicroBatches) or isinstance(sample, MicroBatches):
+        raise ValueError(
+            "a plan is for mini-batches that are split; for MicroBatches, plan with a sample like one of them, batch= "
+            "the rows of all, and chunks= their number"
+        )
     if not isinstance(batch, (int, np.integer)) or batch < 1:
         raise ValueError(f"batch must be a positive whole number, the rows of a mini-batch, but got {batch!r}")
     batch = int(batch)
@@ -180,8 +169,6 @@ def plan(
     states = 1.0 + states_of(optimizer)
     most = most_partitions(schedules, len(places))
     sizes = sorted({rows_of(batch, count) for count in counts})
-    if lengths:
-        sizes = sorted({length_of(one) for one in sample})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     with undisturbed(places) as outside:
         tested = prepare_model(model, sample, target, most, options)
@@ -195,7 +182,7 @@ def plan(
         planned = tuple([replace(device, slowness=factor) for device, factor in zip(planned, factors)])
         if bandwidth is not None:
             costs = replace(costs, per_byte=1 / bandwidth)
-        given = PlanInput(costs, planned, batch, states, schedules, counts, checkpoint, lengths)
+        given = PlanInput(costs, planned, batch, states, schedules, counts, checkpoint)
         tried = [(one, candidates(one)) for one in orders(given)]
         given, found = min(tried, key=lambda pair: pair[1][0].seconds if pair[1] else math.inf)
         if not found:
@@ -206,19 +193,6 @@ def plan(
     del tested
     release_memory(places)  # The memory of the copy that was measured is for the model now.
     return Plan(given, tuple(fitting), sample, target, options)
-
-
-def _window(batch: Any, sample: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the lengths of the micro-batches of a window, none if a mini-batch is split, and what is measured."""
-    if isinstance(batch, MicroBatches):
-        return tuple([length_of(batch[i]) for i in order_of(batch) or range(len(batch))]), batch
-    lengths = tuple(batch) if isinstance(batch, (list, tuple)) else ()
-    if isinstance(sample, MicroBatches) != bool(lengths) or not all([type(it) is int and it > 0 for it in lengths]):
-        raise ValueError(
-            "a list of lengths, positive whole numbers, goes with a sample of MicroBatches of some of them, but the "
-            f"sample is {type(sample).__name__}, and batch is {batch!r}"
-        )
-    return lengths, sample
 
 
 def _planned_devices(
@@ -301,7 +275,7 @@ def _misfit(given: PlanInput, margin: float) -> str:
     excess = [need - device.memory for need, device in zip(near.memory, given.devices)]
     lacking = [f"{shown_size(size)} on {device.name}" for size, device in zip(excess, given.devices) if size > 0]
     return (
-        f"nothing fits {describe_batch(given)}; the nearest is {describe(given, near)}, "
+        f"nothing fits {given.batch} rows; the nearest is {describe(given, near)}, "
         f"which lacks {', '.join(lacking)}\n"
         f"it would fit with {shown_size(max(excess) / (1 - margin))} more memory on each device"
     )

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchgpipe.schedule import Action, Program, ScheduleName, Simulation, simulate
+from torchgpipe.schedule import Program, ScheduleName, Simulation, simulate
 
 __all__ = ["NAMES", "CellCosts", "Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
 
@@ -173,8 +173,6 @@ class Problem:
         recomputes: whether layers may be recomputed, if the program allows it
         schedule: the name of the schedule that the program is of
         chunks: the number of micro-batches that were asked for; there may be fewer
-        unequal: for each micro-batch of a window the problem in which all are like it, so that layers take what they
-            take of this one; here they take what they take of the mean one, by which partitions are balanced
     """
 
     layers: tuple[Layer, ...]
@@ -187,7 +185,6 @@ class Problem:
     recomputes: bool = True
     schedule: ScheduleName = "1F1B"
     chunks: int = 1
-    unequal: tuple[Problem, ...] = ()
 
     def predicted(self, simulated: float) -> float:
         """Return the predicted seconds of a step, given its simulated seconds."""
@@ -223,28 +220,19 @@ class Problem:
     def outcome(self, choice: Choice) -> Outcome:
         """Return what a choice costs."""
         spans = list(pairwise(accumulate(choice.balance, initial=0)))
-        of_problem = {
-            id(problem): [problem.partition_cost(j, *span, choice.recomputed) for j, span in enumerate(spans)]
-            for problem in self.unequal or [self]
-        }
-        of_micro_batch = [of_problem[id(problem)] for problem in self.unequal]
-
-        def taken(action: Action) -> PartitionCost:
-            return (of_micro_batch[action.i] if of_micro_batch else of_problem[id(self)])[action.j]
-
+        partitions = [self.partition_cost(j, *span, choice.recomputed) for j, span in enumerate(spans)]
         simulation = simulate(
             self.program,
-            lambda action: taken(action).seconds[action.kind],
-            lambda action: taken(action).kept,
-            waiting=lambda action: taken(action).waiting,
-            transfer=lambda action: self.transfer(taken(action)),
+            lambda action: partitions[action.j].seconds[action.kind],
+            lambda action: partitions[action.j].kept,
+            waiting=lambda action: partitions[action.j].waiting,
+            transfer=lambda action: self.transfer(partitions[action.j]),
         )
         state, memory = [], []
         for device, peak in enumerate(simulation.peaks):
-            placed = [k for k, place in enumerate(self.places) if place == device]
-            room = max([partitions[k].room for partitions in of_problem.values() for k in placed], default=0.0)
-            state.append(sum([next(iter(of_problem.values()))[k].state for k in placed]))
-            memory.append(peak + state[-1] + room)
+            placed = [cost for cost, place in zip(partitions, self.places) if place == device]
+            state.append(sum([cost.state for cost in placed]))
+            memory.append(peak + state[-1] + max([cost.room for cost in placed], default=0.0))
         return Outcome(choice, simulation, state, memory)
 
     def transfer(self, partition: PartitionCost) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from html import escape
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,25 +20,22 @@ from torchgpipe_balancing.planning.problem import Outcome
 
 __all__ = ["Plan"]
 
-_VERSION = 2
-
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for a pipeline; print it, draw it, apply it, check it, or save it. Returned by :func:`torchgpipe.plan`.
+    """A plan for a pipeline; print it, draw it, apply it, or check it. Returned by :func:`torchgpipe.plan`.
 
     Attributes:
         input: what was planned for: the costs, the devices in the order that was chosen, the mini-batch
         fitting: the ten best candidates that fit, the chosen one first; those that were run come before others
-        sample: the sample; None in a plan that was loaded
+        sample: the sample
         target: the target for the sample, if there was one
         options: further arguments of the pipeline
     """
 
     input: PlanInput
     fitting: tuple[Candidate, ...]
-    # What is not compared is not saved, and given again.
-    sample: Any = field(default=None, repr=False, compare=False)
+    sample: Any = field(repr=False, compare=False)
     target: Any = field(default=None, repr=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -83,7 +78,7 @@ class Plan:
         """Return what the plan costs, partition by partition, with its simulated step."""
         return problem_of(self.input, self.best.schedule, self.best.chunks).outcome(self.best.choice)
 
-    def apply(self, model: nn.Module, sample: Any = None, **options: Any) -> Any:
+    def apply(self, model: nn.Module, **options: Any) -> Any:
         """Pipeline the model as planned. ::
 
             devices = ["cuda:0", "cuda:1"]
@@ -93,7 +88,6 @@ class Plan:
 
         Args:
             model: the model that the plan was made for, or one with the same layers
-            sample: the sample, if the plan was loaded from a file, and the model is not a Sequential
             **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`; those that the
                 plan was made with need not be given again
 
@@ -112,13 +106,9 @@ class Plan:
                 f"this plan is for a model with {len(layers)} layers, '{layers[0][0]}' to '{layers[-1][-1]}', but "
                 f"{f'this model has no {missing[0]!r}' if missing else f'this model has {count}'}; plan again for it"
             )
-        if sample is None:
-            sample = self.sample
-        if sample is None and not isinstance(model, nn.Sequential):
-            raise ValueError("a loaded plan has no sample; give it again: plan.apply(model, sample)")
-        return apply(model, layers, config_of(self.input, self.best), sample, {**self.options, **options})
+        return apply(model, layers, config_of(self.input, self.best), self.sample, {**self.options, **options})
 
-    def check(self, model: nn.Module, sample: Any = None, *, steps: int = 3) -> Check:
+    def check(self, model: nn.Module, *, steps: int = 3) -> Check:
         """Run a copy of the model as planned, and compare measured with predicted. ::
 
             devices = ["cuda:0", "cuda:1"]
@@ -130,54 +120,20 @@ class Plan:
 
         Args:
             model: the model, not yet pipelined
-            sample: the sample, if the plan was loaded from a file
             steps: the number of steps to measure
 
         Returns:
             the seconds and the bytes, printed as a table
         """
-        sample = self.sample if sample is None else sample
-        if sample is None:
-            raise ValueError("a loaded plan has no sample; give it again: plan.check(model, sample)")
         most = most_partitions(self.input.schedules, len(self.input.devices))
         with undisturbed(self.devices):
-            tested = prepare_model(model, sample, self.target, most, self.options)
+            tested = prepare_model(model, self.sample, self.target, most, self.options)
             if tested.layers != [list(layer.modules) for layer in self.input.costs.layers]:
                 raise ValueError("the model has other layers than those that were planned for; plan again for it")
             made = run_check(tested, self.input, self.best, steps)
         del tested
         release_memory(self.devices)
         return made
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON, without the sample and further arguments.
-
-        Args:
-            path: the file to write, such as ``'plan.json'``
-        """
-        fitting = [asdict(candidate) for candidate in self.fitting]
-        content = {"version": _VERSION, "input": asdict(self.input), "fitting": fitting}
-        text = json.dumps(content, indent=1, default=sorted) + "\n"  # Layers are in a set.
-        Path(path).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Plan:
-        """Read a plan that :meth:`save` has written.
-
-        Args:
-            path: the file to read
-
-        Raises:
-            ValueError: the file has no plan, or one of another version.
-        """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError:
-            content = None
-        if not isinstance(content, dict) or content.get("version") != _VERSION:
-            raise ValueError(f"{path} has no plan of version {_VERSION}; make the plan again")
-        plan: Plan = _restore(cls, content)
-        return plan
 
     def plot(self, path: str | PathLike[str] | None = None) -> str:
         """Draw the planned step: what each device does, and the memory that it holds, over time.
@@ -193,24 +149,8 @@ class Plan:
             Path(path).write_text(drawn, encoding="utf-8")
         return drawn
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>{self.plot()}"
-
     def __repr__(self) -> str:
         return f"<Plan for {text.describe_plan(self.input, self.best)}>"
 
     def __str__(self) -> str:
         return text.write_plan(self.input, self.fitting, self.outcome())
-
-
-def _restore(kind: Any, content: Any) -> Any:
-    """Return a value of a type from its JSON. A file may lack, or have more than, it needs."""
-    if get_origin(kind) is frozenset:
-        return frozenset(content)
-    if get_origin(kind) is tuple:
-        return tuple(_restore(get_args(kind)[0], item) for item in content)  # Items are of one type.
-    if is_dataclass(kind):
-        types = get_type_hints(kind)
-        attributes = {name: _restore(types[name], item) for name, item in content.items() if name in types}
-        return cast(Any, kind)(**attributes)
-    return content

@@ -12,7 +12,7 @@ from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, rows_
 from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.table import WIDTH, table
 
-__all__ = ["describe", "describe_batch", "describe_plan", "write_plan"]
+__all__ = ["describe", "describe_plan", "write_plan"]
 
 
 def write_plan(given: PlanInput, fitting: Sequence[Candidate], outcome: Outcome) -> str:
@@ -30,19 +30,13 @@ def write_plan(given: PlanInput, fitting: Sequence[Candidate], outcome: Outcome)
 
 def describe_plan(given: PlanInput, chosen: Candidate) -> str:
     """Return what was chosen, in a line."""
-    return f"{describe_batch(given)} on {_count(len(given.devices), 'device')}: {describe(given, chosen)}"
-
-
-def describe_batch(given: PlanInput) -> str:
-    """Return what a step trains, in words."""
-    lengths = given.lengths
-    return f"{len(lengths)} micro-batches of {min(lengths)} to {max(lengths)}" if lengths else f"{given.batch} rows"
+    return f"{given.batch} rows on {_count(len(given.devices), 'device')}: {describe(given, chosen)}"
 
 
 def describe(given: PlanInput, candidate: Candidate) -> str:
     """Return a candidate in a line."""
     chunks, choice = candidate.chunks, candidate.choice
-    sizes = "" if given.lengths else f"chunks={chunks} ({_count(rows_of(given.batch, chunks), 'row')}), "
+    sizes = f"chunks={chunks} ({_count(rows_of(given.batch, chunks), 'row')}), "
     recomputed = f"{len(choice.recomputed)} of {len(given.costs.layers)} layers" if choice.recomputed else "nothing"
     return f"schedule={candidate.schedule!r}, {sizes}balance={list(choice.balance)}, {recomputed} recomputed"
 
@@ -58,8 +52,7 @@ def _decision(given: PlanInput, best: Candidate) -> Iterator[str]:
     states = f"gradients and the optimizer keep {given.states:g} bytes for each byte of a parameter that is trained"
     yield from _wrapped(states + ("; optimizer= tells of its states" if given.states == 1 else ""))
     rows = " and ".join(", ".join(map(str, costs.rows)).rsplit(", ", 1))
-    unit = "elements" if given.lengths else "rows"
-    yield from _wrapped(f"measured on {costs.where}, with micro-batches of {rows} {unit}; loss: {costs.loss}")
+    yield from _wrapped(f"measured on {costs.where}, with micro-batches of {rows} rows; loss: {costs.loss}")
 
 
 def _devices(given: PlanInput, best: Candidate, outcome: Outcome) -> list[str]:

@@ -1,15 +1,9 @@
-"""What lies between the sizes that were measured is on a line; a plan in a file is the plan that was saved."""
+"""What lies between the sizes that were measured is on a line."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
-import torch
 
-from tests.balancing.planning.models import WIDTH, Residual, mlp, quick
-from torchgpipe_balancing import Plan
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.problem import CellCosts, Layer
 
@@ -50,43 +44,3 @@ def test_sizes_between_and_beyond_those_measured_are_on_the_nearest_line(
 def test_micro_batches_share_what_the_first_backward_takes_longer() -> None:
     (layer,) = costs((4,), sample(10.0, first=6.0)).layers_at(4, m=3, states=0.0)
     assert (layer.backward, layer.weights, layer.inputs) == (12.0, 12.0, 10.0)
-
-
-@pytest.mark.parametrize("memory", [None, [5000.0, 5000.0]], ids=["no limit", "limits"])
-def test_a_loaded_plan_is_the_saved_one(tmp_path: Path, memory: list[float] | None) -> None:
-    model = mlp()
-    saved = quick(model, memory=memory, chunks=(2, 4), schedule=("GPipe", "1F1B"), optimizer=1.0)
-    saved.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-
-    assert loaded == saved
-    assert str(loaded) == str(saved)
-    assert loaded.plot() == saved.plot()
-    if memory is not None:
-        assert math.isfinite(loaded.input.devices[0].memory)
-    pipeline = loaded.apply(model)
-    assert pipeline.balance == saved.balance
-
-
-def test_a_loaded_plan_of_a_module_needs_the_sample_again(tmp_path: Path) -> None:
-    model, rows = Residual(), torch.randn(4, WIDTH)
-    saved = quick(model, rows)
-    saved.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-
-    with pytest.raises(ValueError, match=r"a loaded plan has no sample; give it again: plan.apply\(model, sample\)"):
-        loaded.apply(model)
-    with pytest.raises(ValueError, match=r"a loaded plan has no sample; give it again: plan.check\(model, sample\)"):
-        loaded.check(model)
-    check = loaded.check(model, rows, steps=1)
-    assert check.predicted_bytes == check.measured_bytes
-    applied = loaded.apply(model, rows)
-    assert [len(one.parts) for one in applied.layout.partitions] == saved.balance
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", '{"version": 0}', "<svg/>", ""])
-def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"plan.json has no plan of version 2; make the plan again"):
-        Plan.load(path)
