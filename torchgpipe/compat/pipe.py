@@ -6,7 +6,6 @@ devices already, a tuple between two layers is several arguments of any type, an
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,7 +20,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.gpipe import GPipe
 from torchgpipe.model.microbatch import NoChunk
-from torchgpipe.model.old_keys import OldKey, by_name, by_order, covers
+from torchgpipe.model.old_keys import OldKey
 from torchgpipe.model.partition import Partition, layers_of
 from torchgpipe.model.settings import CheckpointMode
 from torchgpipe.model.shallow_copy import shallow_copy
@@ -249,12 +248,10 @@ class Pipe(GPipe):
         return _reference(super().forward(*inputs, **keywords))
 
     def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
-        """Load keys of the removed Pipe as well, ``partitions.<j>.<k>.<name>``, whatever the partitions were then."""
-        ours = [name for name, layer in _layers_of(self).items() if layer.state_dict()]
-        if covers(keys, ours):
-            with suppress(ValueError):
-                return by_name(keys, ours)
-        return by_order(keys, ours) if keys else {}
+        """Refuse the removed Pipe's keys, ``partitions.<j>.<k>.<name>``: read as names, they may exchange layers."""
+        if keys:
+            raise ValueError("a Pipe's count the layers of each partition from 0")
+        return {}
 
 
 def _reference(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """Read the keys of a ``state_dict`` that a predecessor wrote.
 
 The original GPipe and fairscale put the number of the partition before the name of a layer in the model:
-``partitions.<j>.<name>``. PyTorch's Pipe counted the layers of each partition from 0, ``partitions.<j>.<k>``, so only
-the order of the layers identifies them. A misread key would load wrong weights, and two keys that become one would lose
-a tensor. So a file that does not fit is an error, whether loading is strict or not.
+``partitions.<j>.<name>``. A misread key would load wrong weights, and two keys that become one would lose a tensor. So
+a file that does not fit is an error, whether loading is strict or not. PyTorch's Pipe counted the layers of each
+partition from 0, ``partitions.<j>.<k>``; such keys are the caller's to rename.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-__all__ = ["OldKey", "by_name", "by_order", "covers", "take_old_keys"]
+__all__ = ["OldKey", "by_name", "take_old_keys"]
 
 
 class OldKey(NamedTuple):
@@ -53,8 +53,8 @@ def take_old_keys(
                 raise ValueError(f"'{old}' would become '{prefix + new}', which exists as well")
     except ValueError as error:
         error_msgs.append(
-            f"the keys '{start}...' do not fit: {error}; rename them to those of the plain model. If they are of "
-            "PyTorch's Pipe, load them into a torchgpipe.pipe.Pipe of the same layers, whose state_dict has those"
+            f"the keys '{start}...' do not fit: {error}; rename them to those of the plain model. PyTorch's Pipe has "
+            "the same tensors in the same order: load dict(zip(model.state_dict(), state_dict.values(), strict=True))"
         )
         return
     for old, new in names.items():
@@ -82,37 +82,6 @@ def by_name(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
         if after.j < before.j:
             raise ValueError(f"'{before.key}' would be of an earlier layer than '{after.key}', in a later partition")
     return {old.key: old.name for old in keys}
-
-
-def by_order(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
-    """Return the new name of each key in a file of PyTorch's Pipe.
-
-    Args:
-        keys: the old keys
-        layers: the names of the layers with parameters or buffers, in order
-
-    Raises:
-        ValueError: a key has no number of a layer, or the file has more or fewer layers than ``layers``.
-    """
-    inner: dict[tuple[int, int], dict[str, str]] = {}
-    for old in keys:
-        k, _, name = old.name.partition(".")
-        if not (k.isdecimal() and name):
-            raise ValueError(f"'{old.key}' has no number of a layer in its partition")
-        inner.setdefault((old.j, int(k)), {})[old.key] = name
-    if len(inner) != len(layers):
-        theirs = [f"partitions.{j}.{k}" for j, k in sorted(inner)]
-        raise ValueError(
-            f"they are of {len(theirs)} layers with parameters or buffers, {theirs}, but there are {len(layers)} here, "
-            f"{[*layers]}"
-        )
-    pairs = zip(layers, sorted(inner))
-    return {key: f"{layer}.{name}" for layer, place in pairs for key, name in inner[place].items()}
-
-
-def covers(keys: Sequence[OldKey], layers: Sequence[str]) -> bool:
-    """Return whether the keys name exactly ``layers``: all of them and no others."""
-    return {_layer_of(old, layers) for old in keys} == {*layers}
 
 
 def _layer_of(old: OldKey, layers: Sequence[str]) -> str:
