@@ -899,7 +899,7 @@ def test_nan_proves_nothing(where: str) -> None:
     x = torch.randn(2, 4)
     if where == "weight":
         model.layers[1].weight.data.fill_(torch.nan)
-    named = {"sample": ", as the argument 'x' has", "weight": r", as 'layers\.1\.weight' of the model has"}
+    named = {"sample": ", as 'x' has", "weight": r", as 'layers\.1\.weight' has"}
     with pytest.raises(ValueError, match=f"the output 'value' has nan in the plain model{named.get(where, '')}: every"):
         two(model, x * torch.nan if where == "sample" else x)
 
@@ -909,7 +909,7 @@ def test_a_model_that_changes_from_call_to_call_is_told_so() -> None:
     quantised = [nn.Sequential(nn.Linear(4, 4), torch.ao.quantization.FakeQuantize()) for _ in range(4)]
     model = nn.Sequential(*quantised)
     model(torch.randn(8, 4))
-    with pytest.raises(ValueError, match=r"changes from call to call, .*'0\.1\.scale'.*disable_observer"):
+    with pytest.raises(ValueError, match=r"changes from call to call, in evaluation: .*disable_observer"):
         two(model)
     model.apply(torch.ao.quantization.disable_observer)
     two(model)

@@ -28,6 +28,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -335,25 +336,18 @@ class Proof(ABC):
         Raises:
             PlainFails: there are such.
         """
+        known = chain(self.inputs(), self._module.named_parameters(), self._module.named_buffers())
         with self.all_together("the outputs of the plain model"), self.without_modes():
             named = [dict(self.tensors(output)) for output in outputs]
             for path, tensor in named[0].items():
-                of_all = [output[path] for output in named if path in output]
-                # A mean over no labels is nan.
-                if all(map(_has_nan, of_all)) or (tensor.dim() and any(map(_has_nan, of_all))):
-                    given = [f"the argument '{name}' has" for name, value in self.inputs() if _has_nan(value)]
-                    own = [
-                        f"'{name}' of the model has"
-                        for name, value in (*self._module.named_parameters(), *self._module.named_buffers())
-                        if _has_nan(value)
-                    ]
-                    source = ", as ".join([f"'{path}' has nan in the plain model", *(given + own)[:1]])
-                    raise PlainFails(
-                        ValueError(
-                            f"the output {source}: every nan is like another, so nothing would be compared; give a "
-                            "sample and weights that the model makes numbers of"
-                        )
+                found = [_has_nan(output[path]) for output in named if path in output]
+                if all(found) or (tensor.dim() and any(found)):  # A mean over no labels is nan.
+                    source = next((f", as '{name}' has" for name, value in known if _has_nan(value)), "")
+                    text = (
+                        f"the output '{path}' has nan in the plain model{source}: every nan is like another, so "
+                        "nothing would be compared; give a sample and weights that the model makes numbers of"
                     )
+                    raise PlainFails(ValueError(text))
 
     def skip(self, reason: str) -> None:
         """Note what is not compared, with the reason."""
@@ -412,23 +406,13 @@ class Proof(ABC):
     def _explain_change(self, training: bool) -> None:
         """Say so if what differs between rows together and apart differs from call to call."""
         with self._untouched(), self.running_plain(), torch.no_grad():
-            with self.without_modes():
-                buffers = Buffers(self._module)
             outputs = []
             for _ in range(2):
                 with self.draw_as(0):
                     outputs.append(self.without_graph(self.run_plain(0)))
-            with self.without_modes():
-                changed = [*buffers.changed()][:3]
-            if self.agreed(self._are_equal(*outputs)):
-                return
-        mode, what = "training" if training else "evaluation", f" (it has changed {changed})" if changed else ""
-        fault = (
-            f"the model changes from call to call, in {mode}{what}: the same rows give other outputs the second time, "
-            "without a pipeline either, so micro-batches cannot give what all rows give; switch off what it observes "
-            "or counts, as by model.apply(torch.ao.quantization.disable_observer)"
-        )
-        self.comparison.rows = [row._replace(fault=fault) if row.fault else row for row in self.comparison.rows]
+        if not self.agreed(self._are_equal(*outputs)):
+            fault = _CHANGES.format("training" if training else "evaluation")
+            self.comparison.rows = [row._replace(fault=fault) if row.fault else row for row in self.comparison.rows]
 
     def with_numbers(self, i: int | None, scale: float | None = None) -> tuple[Any, dict[str, Number]]:
         """Return the output of the plain model without its graph, and the numbers in it with their gradients.
@@ -576,6 +560,11 @@ class Proof(ABC):
         return noise
 
 
+_CHANGES = (
+    "the model changes from call to call, in {}: the same rows give other outputs the second time, without a pipeline "
+    "either, so micro-batches cannot give what all rows give; switch off what it observes or counts, as by "
+    "model.apply(torch.ao.quantization.disable_observer)"
+)
 _OF_ROWS = (
     "the gradient of {} is not the sum of those of the rows apart, without a pipeline either: the rows are coupled, as "
     "by x.mean(0) or an attention over rows, and cannot be split; or a torch.autograd.Function adds a gradient that "
@@ -589,15 +578,14 @@ def without_zeros(module: nn.Module) -> Iterator[None]:
 
     Not a buffer, nor a tensor of a class of its own: what their zeros say is not known.
     """
+    plain = [pair for pair in module.named_parameters() if type(pair[1]) is nn.Parameter and not pair[1].is_meta]
     zeros = [
         (name, parameter.detach())
-        for name, parameter in module.named_parameters()
-        if type(parameter) is nn.Parameter
-        and parameter.is_floating_point()
+        for name, parameter in plain
+        if parameter.is_floating_point()
         and parameter.layout is torch.strided
-        and not parameter.is_meta
-        and parameter.untyped_storage().nbytes() >= parameter.nbytes > 0  # Else it is expanded.
         and not parameter.any()
+        and parameter.untyped_storage().nbytes() >= parameter.nbytes  # Else it is expanded.
     ]
     try:
         # In place, with a new version: copies of the weights elsewhere follow that.
