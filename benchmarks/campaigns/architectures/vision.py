@@ -224,6 +224,8 @@ add(
     "vision",
     transformers_model("ViTForMaskedImageModeling", encoder_stride=8, **PATCHES),
     hidden,
+    weight=lambda kwargs: float(kwargs["bool_masked_pos"].sum()),
+    explicit=True,
 )
 
 
