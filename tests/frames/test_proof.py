@@ -486,8 +486,9 @@ def test_a_short_row_whose_first_label_is_left_out_shows_its_rule(seed: int, len
     torch.testing.assert_close(model(ids, labels), plain(ids, labels))
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.int8], ids=str)
-@pytest.mark.parametrize("shape", [(4, 5), (4,)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.long, (4, 5)), (torch.int8, (4, 5)), (torch.bool, (4, 5)), (torch.bool, (4,))], ids=str
+)
 def test_places_that_count_are_found_whatever_they_are_called(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """A sample in which all of them count looked like a mean over rows, unless they were called a mask."""
 

@@ -74,7 +74,8 @@ def _with_different_rows(splitter: Splitter, sample: Arguments, mildly: bool, in
         may = (integers or tensor.is_floating_point()) and _may_vary(path, tensor, splitter.rows, readily=readily)
         new = _varied(tensor, mildly) if may else tensor
         differ[path] = tensor.is_meta or bool((new != new[:1]).any())
-        counts = not tensor.is_floating_point() or path.endswith("mask")  # It may say which places count.
+        # It may say which places count. What has one integer for each row has been varied already.
+        counts = tensor.dtype is torch.bool or path.endswith("mask") or not (new.is_floating_point() or new.dim() == 1)
         return _padded(new) if counts and not mildly else new
 
     for readily in (True, False):

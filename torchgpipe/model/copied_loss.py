@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchgpipe.devices.torch_internals import forward_hooks
+
 __all__ = ["copied_loss"]
 
 #: Where code is that keeps no state of a loss: Python's own, and what is installed.
@@ -53,8 +55,8 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
         memo.update({id(parameter): parameter for parameter in value.parameters()})
     made = copy.deepcopy(value, memo)
     for child in made.modules() if modules else ():
-        child._forward_hooks.clear()
-        child._forward_pre_hooks.clear()
+        for hooks in forward_hooks(child):
+            hooks.clear()
     kind: Any = type(value)
     of_library = kind.__module__.partition(".")[0] in ("builtins", "torch", "torchgpipe")
     if made is not value and not of_library and hasattr(value, "__dict__"):
