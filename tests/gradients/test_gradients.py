@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.conftest import Pipe
+from tests.conftest import Devices, Pipe
 from tests.gradients.model import CHUNKS, WIDTH, batch, model_of
 from tests.layers import Apply, Using, Weighted, With
 from tests.plain import assert_same, loss_of, outcome, plain_outcome
@@ -337,3 +337,41 @@ def test_a_loss_of_an_inner_tensor_of_the_last_micro_batch_is_refused(
         loss.backward()
     module.zero_grad()
     assert_same(outcome(model, x), plain_outcome(module, x, chunks=CHUNKS))
+
+
+class MaxNorm(nn.Linear):
+    """Bound the norm of each row of the weight before it is used, by an assignment to ``.data``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_a_forward_assigns_to_the_data_of_a_weight_stays(devices: Devices, checkpoint: str) -> None:
+    """In a step the layer has an alias of its weight, and the new memory went with the alias."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), MaxNorm(WIDTH, WIDTH)).double())
+    plain, layers = made
+    x = batch().detach()
+    model = GPipe(
+        layers, [1, 1], devices=devices(2), chunks=CHUNKS, checkpoint=checkpoint, loss_fn=nn.functional.mse_loss
+    )
+    model.step(x, x)
+    loss = sum(nn.functional.mse_loss(plain(part), part) / CHUNKS for part in x.chunk(CHUNKS))
+    loss.backward()
+    assert torch.equal(layers[1].weight, plain[1].weight)
+    for ours, theirs in zip(layers.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=0)
+
+
+def test_under_offload_what_a_forward_assigns_to_the_data_of_a_weight_is_refused(devices: Devices) -> None:
+    """The memory of an alias leaves the device, and the parameter in host memory stayed as it was."""
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), MaxNorm(WIDTH, WIDTH))
+    how = {"devices": devices(1), "chunks": CHUNKS, "loss_fn": nn.functional.mse_loss, "offload": True}
+    model = GPipe(layers, [1, 1], **how)  # type: ignore[arg-type]
+    x = batch().detach().float()
+    with pytest.raises(RuntimeError, match="the forward changes the weight 'weight' of a MaxNorm"):
+        model.step(x, x)

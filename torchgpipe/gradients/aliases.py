@@ -227,7 +227,13 @@ class Aliases:
     def _remove(self) -> None:
         for module, name, parameter, alias in self._installed:
             if registered(module._parameters, name) is alias:
+                self._keep_memory(parameter, alias)
                 _assign(module, name, parameter)
+
+    def _keep_memory(self, parameter: Tensor, alias: Tensor) -> None:
+        """Let a parameter have the memory that a forward has given its alias, by an assignment to ``weight.data``."""
+        if alias.requires_grad and alias.device == parameter.device and alias.data_ptr() != parameter.data_ptr():
+            parameter.data = alias.data
 
     def take(self) -> list[Leaf]:
         """Return the gradients of the trained parameters, and leave none behind."""

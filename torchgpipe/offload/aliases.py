@@ -87,6 +87,9 @@ class OffloadedAliases(Aliases):
     def _values(self, alias: Tensor) -> Tensor:
         return self._memory[alias]
 
+    def _keep_memory(self, parameter: Tensor, alias: Tensor) -> None:
+        """Keep the parameter in host memory: `verify_untouched` refuses other memory of an alias."""
+
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
         return sum_of(self._downloaded.pop(alias, None), super()._take_from(alias, parameter))
 
@@ -171,8 +174,8 @@ class OffloadedAliases(Aliases):
                     "(bitsandbytes: load_in_4bit=True), or leave out offload"
                 )
         for alias, version in zip(self.of(j), versions(self.of(j))):
-            if version:
-                self.refuse_changed(alias)
+            if version or (alias.requires_grad and storage_key(alias) != storage_key(self._memory[alias])):
+                self.refuse_changed(self._memory[alias])
 
     def _name(self, alias: Tensor) -> str:
         return self._names[self._parameters[alias]]
