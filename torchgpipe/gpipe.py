@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchgpipe.cell.layers_column import Mechanisms
@@ -17,7 +16,6 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.drive.autograd import ForwardPass
 from torchgpipe.drive.step import run_step
-from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
@@ -113,9 +111,6 @@ class GPipe(nn.Module):
             ``loss_fn`` says, if it is one of PyTorch, or else the weighted mean)
         no_chunk: names of arguments of the first layer that every micro-batch gets whole, as if in :class:`NoChunk`;
             ``'target'`` is the target of :meth:`step`
-        replicas: for :meth:`step`, a group of processes with the same layers and balance, each of which trains on a
-            part of every mini-batch; all begin with the parameters and buffers of the first process of the group. All
-            call :meth:`step` equally often; a forward and its backward stay in their process
         offload: whether parameters stay in host memory, for :meth:`step`, and for calls without a gradient: those of a
             partition come to its device when it computes, and leave afterwards, so a model may be larger than all
             devices. Devices are then used in turn, partition ``j`` on ``devices[j % len(devices)]``. What cells hand to
@@ -168,7 +163,6 @@ class GPipe(nn.Module):
         weight: Weight | None = None,
         reduce: Literal["mean", "sum"] | None = None,
         no_chunk: str | Collection[str] = (),
-        replicas: dist.ProcessGroup | None = None,
         offload: bool | Literal["weights"] = False,
         slots: int | Sequence[int] = 2,
         pin: int | Sequence[int | None] | None = None,
@@ -182,8 +176,6 @@ class GPipe(nn.Module):
         self._checkpoint = verify_checkpoint_or_layers(checkpoint, self._layers_of(module))
         limits = verify_offload(offload, slots, pin)
         if offload:
-            if replicas is not None:
-                raise ValueError("offload=True runs in one process; leave out replicas")
             verify_home(module.named_parameters())
             devices = cycled(devices, len(self.balance))
         self._devices = verify_devices(devices, len(self.balance))
@@ -200,7 +192,6 @@ class GPipe(nn.Module):
         self._on_oom, self._retry = verify_on_oom(on_oom), Retry()
         self._whole = WholeArguments(no_chunk, next(iter(self._layers_of(module).values()), None))
         self.schedule = given_or_usual(schedule, offload=bool(offload))
-        self._replicas = Replicas(replicas, self._devices[-1] if self._devices else torch.device("cpu"))
         self._defers = deferred_batch_norm
         self._unwrapped = False
         self._begun = False
@@ -221,7 +212,6 @@ class GPipe(nn.Module):
         place(self._partitions, self.devices, offload=bool(offload))
         for name, layer in module._modules.items():
             self.add_module(name, layer)
-        self._replicas.begin_equal(self)
 
     @property
     def balance(self) -> list[int]:
@@ -323,7 +313,7 @@ class GPipe(nn.Module):
         gathered = self._gather if window_of((inputs, keywords)) is None else values_of
         if self._host_memory is not None:
             return self._forward_from_host_memory(batches, gathered)
-        with self._mechanisms.lock.held(), mini_batch(len(batches), self):
+        with self._mechanisms.lock.held(), mini_batch(len(batches)):
             views, devices, checkpointed = self._views(len(batches))
             ForwardPass(views, devices, batches, checkpointed, self._mechanisms).run()
             return gathered(batches)
@@ -346,7 +336,7 @@ class GPipe(nn.Module):
             return gather([outputs[i] for i in range(len(batches))])
 
         program = program_of("LayerMajor", len(batches), self._places)
-        with mini_batch(len(batches), self):
+        with mini_batch(len(batches)):
             return self._run_program(self._views(len(batches)), batches, program, "LayerMajor", finish, gathered)
 
     def _run_program(
@@ -372,7 +362,6 @@ class GPipe(nn.Module):
             gather=gathered,
             checkpointed=checkpointed,
             backward=torch.is_grad_enabled(),
-            replicas=self._replicas,
             schedule=schedule,
             random_numbers=RandomNumbers(self, devices),
             host_memory=self._host_memory,
@@ -422,7 +411,6 @@ class GPipe(nn.Module):
             TypeError, ValueError: the input or the target does not fit.
             ValueError: ``loss_fn`` gives another number for two micro-batches together than the mean of what it gives
                 for each; ``.grad`` is as it was before.
-            RuntimeError: the step has failed in another replica, or a replica does not answer.
             Exception: any exception of a layer or the loss function, with a note of the micro-batch and partition.
         """
         if torch.compiler.is_dynamo_compiling():
@@ -431,8 +419,6 @@ class GPipe(nn.Module):
             return uncompiled(self.step, input, target, scaler=scaler, on_oom=on_oom)
         if verify_on_oom(on_oom or self._on_oom) == "raise":
             return self._step(input, target, scaler)
-        if self._replicas.exist:
-            raise ValueError("on_oom='retry' is for one process: others would not run the step again; leave it out")
         remedies = self._remedies(input)
         return self._retry.run(lambda: self._step(input, target, scaler), self, self._devices, remedies, 2)
 
@@ -458,26 +444,19 @@ class GPipe(nn.Module):
             raise ValueError(f"a step needs a loss: {type(self).__name__}(..., loss_fn=...)")
         if not self._partitions:
             raise ValueError("a step needs layers, but there are none in the pipeline")
-        replicas = self._replicas
         (input,), _ = self._whole.wrap((input,), {})
         mean = self._mean_loss(input, target, self._loss_proof)
-        with replicas.together("the preparation of a step"):
-            self._refuse_unwrapped()
-            self._verify_layers()
-            inputs = self._scatter((input,), self.chunks, self.devices[0], {})
-            self._begin(input, 4)
-            own_weight = mean.prepare(inputs)
-            program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input), self))
-            views = self._views(len(inputs))
-        mean.total = replicas.total(own_weight)
+        self._refuse_unwrapped()
+        self._verify_layers()
+        inputs = self._scatter((input,), self.chunks, self.devices[0], {})
+        self._begin(input, 4)
+        mean.prepare(inputs)
+        program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input), self))
+        views = self._views(len(inputs))
         finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))
-        with mini_batch(len(inputs), self, replicas.group):
+        with mini_batch(len(inputs)):
             values = self._run_program(views, inputs, program, self._schedule, finish, mean.values)
         loss = mean.sum()
-        if replicas.exist:
-            total = loss.double()  # A replica without labels does not know the dtype of the others.
-            replicas.add(total, "the loss")
-            loss = total.to(loss.dtype)
         return (loss, values) if mean.has_values else loss
 
     def _mean_loss(
@@ -553,7 +532,6 @@ class GPipe(nn.Module):
             batches=lambda chunks: self._scatter(fresh(inputs), chunks, first, fresh(keywords)),
             gather=self._gather if splits else values_of,
             pipeline=lambda: self.forward(*fresh(inputs), **fresh(keywords)),
-            around=mini_batch,
             loss=loss if target is not None and self._loss[0] is not None and len(inputs) == 1 else None,
             step=lambda: self.step(fresh(inputs[0]), target),
         ).verify()

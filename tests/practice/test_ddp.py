@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,8 +25,6 @@ from tests.distributed.launch import launch
 from tests.drive.test_threads import build
 from tests.layers import Using, With
 from torchgpipe import GPipe, pipelined
-from torchgpipe.batchnorm import mini_batch
-from torchgpipe.model import data_parallel
 from torchgpipe.pipe import Pipe, WithDevice
 
 pytestmark = [
@@ -104,7 +102,9 @@ def gradients(layers: nn.Module) -> dict[str, Tensor | None]:
 
 def assert_equal_everywhere(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
-        assert torch.equal(*data_parallel.all_gather(dist.group.WORLD, tensor.detach())), "to the last bit"
+        both = [torch.empty_like(tensor) for _ in range(WORLD)]
+        dist.all_gather(both, tensor.detach())
+        assert torch.equal(*both), "to the last bit"
 
 
 class Trial:
@@ -279,140 +279,34 @@ def layers_checkpoint_their_activations(way: Way) -> None:
             trial.check()
 
 
-# Statistics of batch norms
+@case(*GPIPES)
+def deferred_statistics_are_those_of_the_process(way: Way) -> None:
+    """As those of any batch norm; before each forward, DDP copies the buffers of the first process to all.
 
-
-class Norms:
-    """A pipeline with deferred batch norms in DDP, and the plain model, which sees all of the data.
-
-    In the plain model each layer runs once on the whole data, to update its statistics; its output is normalised by
-    micro-batches, as in the pipelines.
+    The processes once exchanged statistics in each forward, which is why `join()` was refused.
     """
-
-    def __init__(self, way: Way) -> None:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3), nn.Linear(3, 2))
-        self.plain = copy.deepcopy(layers.double())
-        self.pipeline = way(layers, deferred_batch_norm=True)
-        self.model = DistributedDataParallel(self.pipeline)
-
-    def step(self, size: int = 20, step: int = 0) -> list[Tensor]:
-        """Run backward on this process's data, a little more or less than half, and return the data of both."""
-        x, _ = data(size, step)
-        of_all = [x[: size // 2 + 1], x[size // 2 + 1 :] + 1]  # of different distributions
-        output = self.model(of_all[dist.get_rank()])
-        if output.requires_grad:
-            output.square().sum().backward()
-        return of_all
-
-    @torch.no_grad()
-    def check(self, of_all: Iterable[Tensor] = ()) -> None:
-        """Let the plain model see the data, and assert its statistics."""
-        parts = [part for x in of_all for part in x.chunk(CHUNKS)]
-        for layer in self.plain if parts else ():
-            passed = [copy.deepcopy(layer)(part) for part in parts]
-            layer(torch.cat(parts))
-            parts = passed
-        for name, expected in self.plain.named_buffers():
-            torch.testing.assert_close(self.pipeline.get_buffer(name), expected)
-
-
-@contextmanager
-def counted_exchanges() -> Iterator[list[int]]:
-    """Count the numbers that this process sends in each exchange of statistics."""
-    sent: list[int] = []
-    original = data_parallel.all_gather
-
-    def exchange(group: Any, values: Tensor) -> list[Tensor]:
-        sent.append(len(values))
-        return original(group, values)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchgpipe.norms.synchronize.all_gather", exchange)
-        yield sent
-
-
-@case(*GPIPES)
-def statistics_are_those_of_the_joined_batch(way: Way) -> None:
-    """Some mini-batches are small, so that the processes have different numbers of micro-batches."""
-    trial = Norms(way)
-    with pytest.raises(RuntimeError):  # A forward that fails leaves none.
-        trial.model(torch.rand(12, 7, dtype=torch.float64))
-    trial.check()
-    with counted_exchanges() as sent:
-        for step, size in enumerate([20, 18, 10, 20]):
-            trial.check(trial.step(size, step))
-    assert sent == [2 * (2 + 3 + 3)] * 4, "one exchange in each step, of all layers"
-    assert_equal_everywhere(trial.pipeline.buffers())
-    for step, context in enumerate([trial.model.no_sync, torch.no_grad, nullcontext]):
-        with context():
-            of_all = trial.step(20, step)
-        trial.check(of_all)
-
-
-@case(*GPIPES)
-def statistics_of_accumulated_batches(way: Way) -> None:
-    """All mini-batches in a block share one update and one exchange."""
-    trial = Norms(way)
-    of_all = []
-    with counted_exchanges() as sent, mini_batch(2):
-        for step in range(2):
-            with trial.model.no_sync() if step == 0 else nullcontext():
-                of_all += trial.step(20, step)
-    assert len(sent) == 1
-    trial.check(of_all)
-
-
-@case(*GPIPES)
-def statistics_of_one_process_alone(way: Way) -> None:
-    """Evaluation, and the pipeline called without DDP, exchange nothing, so that one process can run alone."""
-    trial = Norms(way)
-    if dist.get_rank() == 0:
-        with counted_exchanges() as sent:
-            x = data(12)[0]
-            trial.pipeline.eval()(x)
-            trial.check()
-            trial.pipeline.train()(x)
-            trial.check([x])
-        assert sent == []
-
-
-@case(*GPIPES)
-def statistics_of_layers_that_do_not_run_everywhere(way: Way) -> None:
-    """A process whose layer has not run takes over the statistics of the others. No process waits for another.
-
-    The layer runs its norm twice if the whole input is positive, and otherwise not at all.
-    """
-    sometimes = With(nn.BatchNorm1d(2), lambda norm, x: norm(norm(x) + 5) if (x > 0).all() else x)
-    layers = nn.Sequential(nn.Identity(), sometimes, nn.Identity(), nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
-    first, second = nn.BatchNorm1d(2).double(), nn.BatchNorm1d(2).double()
-    normalise = copy.deepcopy(first)
-    pipeline = way(layers, deferred_batch_norm=True)
-    model = DistributedDataParallel(pipeline, find_unused_parameters=True)
-    x, _ = data(20)
-    halves = [x[:11], x[11:] + 1]
-    for signs in [(1, -1), (-1, -1), (-1, 1), (1, 1)]:
-        of_all = [(x.abs() + 0.1) * sign for x, sign in zip(halves, signs)]
-        model(of_all[dist.get_rank()]).square().sum().backward()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    mine, first = copy.deepcopy(plain), copy.deepcopy(plain)
+    pipeline = GPipe(plain, [1, 1, 1], devices=way.devices, chunks=CHUNKS, deferred_batch_norm=True)
+    model = DistributedDataParallel(pipeline)
+    for step in range(2):
+        x, _ = data(20, step)
+        shares = [x[:11], x[11:] + 1]  # of different distributions
+        model(shares[dist.get_rank()]).square().sum().backward()
         with torch.no_grad():
-            seen = [part for x, sign in zip(of_all, signs) if sign > 0 for part in x.chunk(CHUNKS)]
-            seen_again = [normalise(part) + 5 for part in seen]
-            if seen:
-                first(torch.cat(seen))
-                first(torch.cat(seen_again))
-            passed_by = [x for x, sign in zip(of_all, signs) if sign < 0]
-            second(torch.cat([*map(normalise, seen_again), *passed_by]))
-        for name, norm in (("1.module", first), ("3", second)):
-            for key, expected in norm.named_buffers():
-                torch.testing.assert_close(pipeline.get_buffer(f"{name}.{key}"), expected)
+            mine(shares[dist.get_rank()])
+            first(shares[0])
+        for name, buffer in mine.named_buffers():
+            torch.testing.assert_close(pipeline.get_buffer(name), buffer)
+            buffer.copy_(first.get_buffer(name))
+    with model.join():
+        for step in range(1 + dist.get_rank()):
+            model(data(12, step)[0]).square().sum().backward()
 
 
 @case(*GPIPES)
 def what_would_wait_for_ever_is_refused(way: Way) -> None:
-    trial = Norms(way)
-    with pytest.raises(RuntimeError, match=r"join\(throw_on_early_termination=True\)"), trial.model.join():
-        trial.step()
-
     def sync() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3)), nn.Tanh())
 

@@ -75,7 +75,6 @@ class LayersColumn(Column):
         ambient: the caller's settings
         random: notes the random numbers that are drawn on its device
         ordered: whether cells have to be tied to each other, because several threads run them
-        replicated: whether DistributedDataParallel is around the call
         in_program: whether a program runs backward, while the layers have aliases of their parameters
         listener: the listener of this mini-batch, if there is one
         lock: the lock of the pipeline
@@ -102,7 +101,6 @@ class LayersColumn(Column):
         ambient: Ambient,
         random: RandomStates,
         ordered: bool,
-        replicated: bool = False,
         in_program: bool = False,
         listener: Listener | None = None,
         lock: StepLock,
@@ -116,7 +114,6 @@ class LayersColumn(Column):
         self.in_program = in_program
         self.facts: MiniBatchFacts | None = None
         self._lock, self._calls = lock, calls.get()
-        self._replicated = replicated
         self._partition = partition
         # Not the partition itself: it is a view, and takes over the model's mode whenever the model is called.
         self.layers = Layers(
@@ -179,7 +176,7 @@ class LayersColumn(Column):
     @cached_property
     def gradients(self) -> ParameterGradients:
         """The gradients of the parameters; made by the first cell that is a graph of its own."""
-        return ParameterGradients(self._trained, self._frozen, self.stream.device, replicated=self._replicated)
+        return ParameterGradients(self._trained, self._frozen, self.stream.device)
 
     def finding_parameters(self) -> AbstractContextManager[None]:
         """Keep steps in other threads from exchanging parameters for a ``with`` block."""
@@ -256,7 +253,6 @@ def make_columns(
     *,
     ambient: Ambient,
     ordered: bool,
-    replicated: bool = False,
     in_program: bool = False,
     listener: Listener | None,
     skips: SkipLayout | None = None,
@@ -270,7 +266,7 @@ def make_columns(
         m: the number of micro-batches
         mechanisms: the mechanisms of the pipeline
         random: makes the notes of random numbers, for a device and all modules on it
-        ambient, ordered, replicated, in_program, listener: see `LayersColumn`
+        ambient, ordered, in_program, listener: see `LayersColumn`
         skips: the skips that leave and arrive, if some of them come from other processes or go there
     """
     streams = mechanisms.streams
@@ -303,7 +299,6 @@ def make_columns(
             ambient=ambient,
             random=states[devices[j]],
             ordered=ordered,
-            replicated=replicated,
             in_program=in_program,
             listener=listener,
             lock=mechanisms.lock,

@@ -65,7 +65,6 @@ __all__ = [
     "is_saved",
     "is_shared",
     "is_wrapper",
-    "joins_unevenly",
     "keeps_graph",
     "make_wrapper",
     "memory_of",
@@ -620,16 +619,6 @@ def active_data_parallel() -> Any:
     it, the user would have to tell the pipeline of the wrapper.
     """
     return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-
-
-def joins_unevenly(data_parallel: Any) -> bool:
-    """Return whether a DistributedDataParallel is in ``join()`` and lets processes run out of input.
-
-    Such a process takes no part in an exchange of statistics, and the others would wait forever. Since 2.0. Without it,
-    the exchange would hang.
-    """
-    config = data_parallel._join_config
-    return bool(config.enable and not config.throw_on_early_termination)
 
 
 def default_store() -> Any:

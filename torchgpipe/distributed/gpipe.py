@@ -29,7 +29,6 @@ from torchgpipe.distributed.forms import Forms
 from torchgpipe.distributed.micro_batches import Crossings, RemoteMicroBatches, part_of_program
 from torchgpipe.drive.step import run_step
 from torchgpipe.gradients.clip import clip_grad_norm, not_for_norms
-from torchgpipe.gradients.replicas import MeshReplicas
 from torchgpipe.model import microbatch
 from torchgpipe.model.given import order_of
 from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
@@ -131,7 +130,6 @@ class DistributedGPipe(nn.Module):
         self._loss = loss_fn, weight
         self._defers = deferred_batch_norm
         self._mechanisms = Mechanisms()
-        self._replicas = MeshReplicas(self._processes, self.device)
         #: How often layers have drawn random numbers that were known to draw none.
         self._surprises = 0
         self._partitions: list[Partition] = []
@@ -314,7 +312,7 @@ class DistributedGPipe(nn.Module):
         modes, ending.total = processes.agree(checksum, hash((modes_of(self), self._surprises)), weight)
         numbers = RandomNumbers(self, [self.device], tuple(modes))
         stop = checkpoint_stop(self._checkpoint, m) if training else 0
-        with mini_batch(m, self, processes.replica_group):
+        with mini_batch(m):
             run_step(
                 partitions,
                 [self.device] * len(partitions),
@@ -325,10 +323,10 @@ class DistributedGPipe(nn.Module):
                 gather=lambda: None,
                 checkpointed=[stop] * len(partitions),
                 backward=torch.is_grad_enabled(),
-                replicas=self._replicas,
                 schedule=self._schedule,
                 random_numbers=numbers,
                 kind=partial(RemoteMicroBatches, Crossings(processes, self._skips, forms)),
+                processes=processes,
             )
         self._surprises += numbers.is_surprised
         return forms

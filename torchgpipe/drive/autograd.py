@@ -32,7 +32,6 @@ from torchgpipe.drive.executor import Executor
 from torchgpipe.drive.nodes import CellNode, Recompute
 from torchgpipe.graph.dependency import fork, join
 from torchgpipe.graph.function import refuse_transforms
-from torchgpipe.model.data_parallel import is_replicated
 from torchgpipe.model.microbatch import Batch, Skips, set_apart
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
@@ -90,7 +89,6 @@ class ForwardPass:
             ),
             ambient=self._ambient,
             ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
-            replicated=is_replicated(),
             listener=self._listener,
         )
         if not checkpointed[0]:  # What runs again must not change its input, and must know whether the caller has.

@@ -24,7 +24,6 @@ from torchgpipe.drive.agenda import Agenda, agenda_of
 from torchgpipe.drive.executor import Executor
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
-from torchgpipe.gradients.replicas import Replicas
 from torchgpipe.graph.cut import CutGraph
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.listener import Listener
@@ -35,6 +34,7 @@ from torchgpipe.offload.aliases import make_aliases
 from torchgpipe.offload.host_copies import Half, Kept, resident, restored
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import residence_of
+from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.random_numbers import RandomNumbers
@@ -60,12 +60,12 @@ def run_step(
     gather: Callable[[], Any],
     checkpointed: Sequence[int],
     backward: bool,
-    replicas: Replicas,
     schedule: Schedule,
     random_numbers: RandomNumbers,
     host_memory: HostMemory | None = None,
     watches: bool = False,
     kind: Callable[..., MicroBatches] | None = None,
+    processes: Processes | None = None,
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -79,43 +79,42 @@ def run_step(
         gather: computes what to return, after the last cell
         checkpointed: for each view, how many micro-batches, from the first on, may be recomputed
         backward: whether to run backward
-        replicas: the replicas of the pipeline, which run a step at the same time
         schedule: what the program comes from, for errors
         random_numbers: the random numbers of the mini-batch
         host_memory: transfers weights to devices, if they live in host memory
         watches: whether to verify each operation on weights that live in host memory
         kind: makes the micro-batches; None for those of one process
+        processes: the processes of the pipeline, if there are several
 
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
     """
     lock = mechanisms.lock
     with lock.held(alone=True):
-        with replicas.together("the preparation of a step"):
-            refuse_transforms()
-            listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
-            offloads = host_memory is not None
-            # A listener hears of each partition.
-            apart = listener is not None or offloads or kind is not None
-            joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
-            views = tuple(map(tuple, views_of_each(partitions)))
-            facts = facts_of(schedule, partitions, checkpointed, backward=backward)
-            counts = tuple(checkpointed) if backward else ()
-            agenda = agenda_of(tuple(map(tuple, program)), views, joins, counts, backward=backward)
-            columns = agenda.columns
-            joined = [
-                Joined([partitions[k] for k in views]) if len(views) > 1 else partitions[views[0]] for views in columns
-            ]
-            devices = [devices[views[0]] for views in columns]
-            modules = [list(partition.modules()) for partition in joined]
-            slots = [
-                (module, name, j)
-                for j, modules_of_view in enumerate(modules if backward or offloads else [])
-                for module in modules_of_view
-                for name, _ in module._parameters.items()
-            ]
-            streams = mechanisms.streams if offloads else None
-            aliases = make_aliases(slots, devices, streams, lock, host_memory, backward=backward)
+        refuse_transforms()
+        listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
+        offloads = host_memory is not None
+        # A listener hears of each partition.
+        apart = listener is not None or offloads or kind is not None
+        joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
+        views = tuple(map(tuple, views_of_each(partitions)))
+        facts = facts_of(schedule, partitions, checkpointed, backward=backward)
+        counts = tuple(checkpointed) if backward else ()
+        agenda = agenda_of(tuple(map(tuple, program)), views, joins, counts, backward=backward)
+        columns = agenda.columns
+        joined = [
+            Joined([partitions[k] for k in views]) if len(views) > 1 else partitions[views[0]] for views in columns
+        ]
+        devices = [devices[views[0]] for views in columns]
+        modules = [list(partition.modules()) for partition in joined]
+        slots = [
+            (module, name, j)
+            for j, modules_of_view in enumerate(modules if backward or offloads else [])
+            for module in modules_of_view
+            for name, _ in module._parameters.items()
+        ]
+        streams = mechanisms.streams if offloads else None
+        aliases = make_aliases(slots, devices, streams, lock, host_memory, backward=backward)
 
         def work() -> Any:
             with aliases.installed():
@@ -132,11 +131,11 @@ def run_step(
                     random_numbers,
                     watches,
                 )
-                with cells.ambient.fresh_casts(), replicas.together("the step", lambda: aliases.trained):
+                with cells.ambient.fresh_casts():
                     cells.run(Executor(cells, cells.ambient, facts, cells.residence), agenda)
                     return gather(), cells.entered()
 
-        return with_gradients(aliases, work, replicas) if backward else work()[0]
+        return with_gradients(aliases, work, processes) if backward else work()[0]
 
 
 class MicroBatches:

@@ -15,6 +15,7 @@ from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import NO_LOSS_FUNCTION, Losses
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.values import each, mapped
+from torchgpipe.processes.processes import Processes
 
 __all__ = ["MicroBatchLoss"]
 
@@ -68,14 +69,12 @@ class MicroBatchLoss(Losses):
         }
         self._share({rule: sum(weights) for rule, weights in self._weights_of.items()})
 
-    def add_replicas(self, added: Callable[[list[float]], list[float]]) -> None:
-        """Let the loss be that of all replicas.
-
-        Args:
-            added: returns the sums of numbers over all replicas
-        """
-        self.total, *totals = added([self.total, *[sum(weights) for weights in self._weights_of.values()]])
-        self._share(dict(zip(self._weights_of, totals)))
+    def add_replicas(self, processes: Processes) -> None:
+        """Let the loss be that of all replicas."""
+        totals = torch.tensor([self.total, *map(sum, self._weights_of.values())], dtype=torch.float64)
+        processes.add_replicas(totals, "the weight of the targets of the replicas")
+        self.total, *rest = totals.tolist()
+        self._share(dict(zip(self._weights_of, rest)))
 
     def _share(self, totals: Mapping[Rule, float]) -> None:
         shares = {rule: share(weights, totals[rule]) for rule, weights in self._weights_of.items()}

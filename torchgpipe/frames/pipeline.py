@@ -33,7 +33,6 @@ from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.frames.weights import own_slots
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
-from torchgpipe.gradients.replicas import MeshReplicas
 from torchgpipe.gradients.step_lock import StepLock
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.label import labelled
@@ -121,9 +120,6 @@ class Pipeline:
         self._begun = False
         self._loss_proof = LossProof()
         self.together = None if settings.processes is None else Together(settings.processes, settings)
-        self._replicas: MeshReplicas | None = None
-        if settings.processes is not None and settings.processes.replica_group is not None:
-            self._replicas = MeshReplicas(settings.processes, torch.device("cpu"))
         self._retry = Retry()
 
     def __reduce__(self) -> Any:
@@ -158,7 +154,7 @@ class Pipeline:
             return self._run_in_one_piece(batch.arguments)
         self._begin(batch, 8)  # the caller of the model
         backward = torch.is_grad_enabled()
-        if backward and self._replicas is not None:
+        if backward and settings.processes is not None and settings.processes.replica_group is not None:
             raise ValueError(
                 "over replicas, train by model.step(...), whose loss and gradients are those of all replicas; what the "
                 "caller makes of the outputs is that of one"
@@ -271,8 +267,8 @@ class Pipeline:
                 mini_batch = self._mini_batch(
                     batch, finish, aliases, actions, backward=backward, schedule=settings.schedule
                 )
-                if self._replicas is not None:
-                    loss.add_replicas(self._replicas.sums)
+                if settings.processes is not None:
+                    loss.add_replicas(settings.processes)
                 mini_batch.run()
                 result: Any = loss.result() if is_last else None
                 if self.together is not None:
@@ -282,15 +278,16 @@ class Pipeline:
 
         with self._lock.held(alone=True):
             aliases = self.aliases(backward=backward)
-            return with_gradients(aliases, work, self._replicas)
+            return with_gradients(aliases, work, settings.processes)
 
     def _shared(self, together: Together, mini_batch: MiniBatch, result: Any) -> Any:
         """Return the result of a step, which the last process has, and add up gradients of shared parameters."""
         last, gathers = together.processes.last, self.settings.gathers
-        if self._replicas is not None and result is not None:
+        if result is not None and together.processes.replica_group is not None:
             own = result[0] if isinstance(result, tuple) else result
-            (total,) = self._replicas.sums([float(own.detach())])
-            own.data.fill_(total)
+            total = own.detach().double().cpu()
+            together.processes.add_replicas(total, "the loss of the replicas")
+            own.data.copy_(total)
         told = together.told(result, gather=gathers) if together.processes.rank == last else None
         heard = together.end(mini_batch, told)[last]
         if torch.is_grad_enabled():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import current_pass, has_gradient_hooks, will_run
+from torchgpipe.devices.torch_internals import active_data_parallel, current_pass, has_gradient_hooks, will_run
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.sums import add_to_grad, captured_by, differentiate_into, refusal
 from torchgpipe.graph.function import Edge, Function, unshared
@@ -41,7 +41,6 @@ class ParameterGradients:
         parameters: the parameters; each requires grad
         frozen: the parameters that do not
         device: where they are
-        replicated: whether DistributedDataParallel is around the call, whose hooks cannot be seen
 
     Attributes:
         phony: an input of every cell that is differentiated here
@@ -49,11 +48,10 @@ class ParameterGradients:
 
     __slots__ = ("_frozen", "_leaf", "_listens_always", "_parameters", "_sums", "phony")
 
-    def __init__(
-        self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device, *, replicated: bool
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor], frozen: Sequence[Tensor], device: torch.device) -> None:
         self._parameters, self._frozen = parameters, frozen
-        self._listens_always = replicated or not all([parameter.is_leaf for parameter in parameters])
+        # The hooks of DistributedDataParallel cannot be seen.
+        self._listens_always = active_data_parallel() is not None or not all([one.is_leaf for one in parameters])
         #: By backward pass, the sum of each parameter's gradients; None in a pass that was found to have no listener.
         #: What a pass that fails leaves goes with the graph.
         self._sums: dict[int, list[Leaf] | None] = {}

@@ -8,7 +8,6 @@ parameter, its ``.grad`` from before the step is set aside meanwhile, so that a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +17,12 @@ from torch.autograd.graph import get_gradient_edge
 from torchgpipe.devices.torch_internals import has_gradient_hooks
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.gradients.aliases import Aliases
-from torchgpipe.gradients.replicas import Replicas
+from torchgpipe.gradients.replicas import add_over_replicas
 from torchgpipe.gradients.set_aside import SetAside
 from torchgpipe.gradients.sums import refusal, sum_of
 from torchgpipe.graph.function import accumulate
 from torchgpipe.graph.unheard import hook_first
+from torchgpipe.processes.processes import Processes
 
 __all__ = ["with_gradients"]
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 def with_gradients(
     aliases: Aliases,
     work: Callable[[], tuple[T, Iterable[tuple[Tensor, Leaf]]]],
-    replicas: Replicas | None = None,
+    processes: Processes | None = None,
 ) -> T:
     """Run a step, and add its gradients to ``.grad``; if it fails, ``.grad`` is as it was before.
 
@@ -40,20 +40,19 @@ def with_gradients(
         aliases: the aliases of the parameters
         work: runs the program, and returns the result of the step, and the inputs that require grad with their
             gradients
-        replicas: the replicas, whose gradients are added up
+        processes: the processes of the pipeline, whose replicas' gradients are added up
     """
     delivery = _Delivery(aliases.trained)
     try:
         delivery.begin()
         result, entered = work()
         sums = aliases.take()
-        if replicas is not None and replicas.exist and sums:
-            sums = replicas.add_gradients(aliases.trained, sums)
-        with nullcontext() if replicas is None else replicas.together("the end of the step"):
-            delivery.let_hooks_hear(sums)
-            inputs = [(tensor, grad) for tensor, grad in entered if grad is not None]
-            if inputs:
-                torch.autograd.backward([tensor for tensor, _ in inputs], [grad for _, grad in inputs])
+        if processes is not None and processes.replica_group is not None and sums:
+            sums = add_over_replicas(aliases.trained, sums, processes)
+        delivery.let_hooks_hear(sums)
+        inputs = [(tensor, grad) for tensor, grad in entered if grad is not None]
+        if inputs:
+            torch.autograd.backward([tensor for tensor, _ in inputs], [grad for _, grad in inputs])
         delivery.end(sums)
         return result
     except BaseException:

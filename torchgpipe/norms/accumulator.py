@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,27 +20,18 @@ class Accumulator:
 
     Args:
         norm: the layer
-        group: the processes whose moments count as well; None for this process alone
 
     Attributes:
         parts: the moments of each run
-        group: the processes whose moments count as well, or None
     """
 
-    def __init__(self, norm: BatchNormBase, group: Any = None) -> None:
+    def __init__(self, norm: BatchNormBase) -> None:
         self.parts: list[Moments] = []
-        self.group = group
         self._momentum = norm.momentum
         # The buffers are looked up now. At the time of the update, a recomputation in another thread may have
         # registered scratch copies in their place.
         self._statistics = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
         self._num_batches = norm.num_batches_tracked
-
-    @property
-    def empty(self) -> Moments:
-        """The moments of no samples."""
-        zeros = torch.zeros_like(self._statistics[0], dtype=accumulation_dtype(self._statistics[0].dtype))
-        return Moments(0, zeros, zeros)
 
     def update(self, moments: Moments) -> None:
         """Update the running statistics, as a plain batch norm does after one run on all samples."""

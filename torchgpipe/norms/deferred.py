@@ -46,9 +46,7 @@ class DeferredBatchNorm(BatchNormBase):
     micro-batches. In a loop of your own, it ends with a block of :func:`mini_batch`, or else after ``chunks`` runs.
     Recomputation does not count.
 
-    If :class:`~torch.nn.parallel.DistributedDataParallel` is around the pipeline, the mini-batch is that of all
-    processes together. The processes exchange moments at the end of every forward in training, inside ``no_sync()`` as
-    well. So all of them must call forward equally often, as :class:`~torch.nn.SyncBatchNorm` requires, too.
+    With several processes, the mini-batch is that of the process.
 
     Moments of float16 and bfloat16 are taken and merged in float32. The keys of ``state_dict`` are those of
     :class:`~torch.nn.BatchNorm2d`; moments of an unfinished mini-batch are not saved. Entries that only the original

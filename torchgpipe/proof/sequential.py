@@ -23,6 +23,7 @@ from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
 from torchgpipe.model.values import copy_without_graph
+from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, take_fingerprints
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generator_states
@@ -89,7 +90,6 @@ class SequentialProof(Proof):
         splits: whether the micro-batches are parts of a mini-batch
         gather: joins the outputs of micro-batches
         pipeline: runs the mini-batch through the pipeline, forward
-        around: the extent of a mini-batch of so many micro-batches
         loss: returns the loss of a step of at most so many micro-batches; None to compare no step
         step: runs a step
     """
@@ -107,7 +107,6 @@ class SequentialProof(Proof):
         batches: Callable[[int], list[Batch]],
         gather: Callable[[list[Batch]], Any],
         pipeline: Callable[[], Any],
-        around: Callable[[int, nn.Module], AbstractContextManager[None]],
         loss: Callable[[int], MeanLoss] | None,
         step: Callable[[], Any],
     ) -> None:
@@ -118,7 +117,7 @@ class SequentialProof(Proof):
         self._partitions, self._chunks, self._batches, self._gather = partitions, chunks, batches, gather
         self._splits = splits
         self._streams = Streams()
-        self._pipeline, self._around, self._make_loss, self._step = pipeline, around, loss, step
+        self._pipeline, self._make_loss, self._step = pipeline, loss, step
         #: The loss of a step while steps are compared.
         self._loss: MeanLoss | None = None
         self._steps = False
@@ -153,7 +152,7 @@ class SequentialProof(Proof):
         return generator_states(self._devices) != self._before
 
     def surround(self, count: int) -> AbstractContextManager[object]:
-        return self._around(count, self._module)
+        return mini_batch(count)
 
     def tensors(self, output: Batch) -> Iterator[tuple[str, Tensor]]:
         return iter(_named(output.value).items())
