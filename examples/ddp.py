@@ -2,8 +2,8 @@
 
 A convolutional network classifies excerpts of source code by their module of Python's standard library. Each process
 takes its share of every mini-batch, and DistributedDataParallel, with its default settings, averages the gradients.
-The batch norms are deferred: their running statistics are those of the mini-batch of all processes. At the end every
-process has the same parameters and statistics, and the first process evaluates alone, on held-out excerpts.
+The batch norms are deferred: their running statistics are those of whole shares, and the first process's are kept. At
+the end every process has the same parameters, and the first process evaluates alone, on held-out excerpts.
 
     python examples/ddp.py                  # two processes, some seconds on two CPU cores
     python examples/ddp.py --processes 1    # the same mini-batches in one process
@@ -102,15 +102,15 @@ def train(rank: int, folder: str, options: argparse.Namespace) -> None:
 
     apart = difference(pipeline)
     if rank == 0:
-        print(f"parameters and statistics of the processes differ by {apart}")
+        print(f"parameters of the processes differ by {apart}")
         print(f"{evaluate(pipeline, held_out):.1%} of new excerpts are recognised, 1 in {CLASSES} by chance")
     dist.destroy_process_group()
 
 
 def difference(pipeline: GPipe) -> float:
-    """Return the largest difference of any value in a process's state from the value in process 0."""
+    """Return the largest difference of any parameter in a process from the parameter in process 0."""
     device = pipeline.devices[0]
-    here = torch.cat([tensor.detach().flatten().to(device, torch.float64) for tensor in pipeline.state_dict().values()])
+    here = torch.cat([tensor.detach().flatten().to(device, torch.float64) for tensor in pipeline.parameters()])
     first = here.clone()
     dist.broadcast(first, 0)
     apart = (here - first).abs().max()

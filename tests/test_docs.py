@@ -22,7 +22,8 @@ from torchgpipe.schedule import program, simulate
 ROOT = Path(torchgpipe.__file__).parent.parent
 MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 RST = sorted(path for path in (ROOT / "docs").rglob("*.rst") if "_build" not in path.parts)
-for page in ("scaling.rst", "scaling/trainer.rst"):  # They run in several processes, in tests/distributed/test_docs.py.
+# These run in several processes, in tests/distributed/test_docs.py.
+for page in ("scaling.rst", "scaling/trainer.rst", "guide/data-parallel.rst"):
     RST.remove(ROOT / "docs" / page)
 
 

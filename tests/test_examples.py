@@ -94,7 +94,7 @@ def test_ddp() -> None:
     pytest.importorskip("tqdm")
     said, nothing = launch(2, said_in_a_group, "ddp", "--steps 3 --batch 16")
     first, second = said.splitlines()
-    assert first == "parameters and statistics of the processes differ by 0.0"
+    assert first == "parameters of the processes differ by 0.0"
     assert "of new excerpts are recognised" in second
     assert nothing == ""
 

@@ -48,6 +48,15 @@ def page(folder: str) -> None:
     assert valid is False or 10 in valid
 
 
+def replicas_page(folder: str) -> None:
+    """Train two replicas of two stages, which have the same weights afterwards."""
+    names = run(snippets.in_rst((DOCS / "guide" / "data-parallel.rst").read_text()), "data-parallel.rst", folder)
+    for parameter in names["model"].parameters():
+        first = parameter.detach().clone()
+        dist.broadcast(first, group=names["mesh"].get_group(0), group_src=0)
+        assert torch.equal(first, parameter.detach())
+
+
 def trainer_page(folder: str) -> None:
     """Train over two processes, and then the plain model in this one, by the plain Trainer."""
     names = run(snippets.in_rst((DOCS / "scaling" / "trainer.rst").read_text()), "trainer.rst", folder, torch=torch)
@@ -77,6 +86,10 @@ def docstring(folder: str) -> None:
 
 def test_code_of_the_page(tmp_path: Path) -> None:
     launch(2, page, str(tmp_path))
+
+
+def test_code_of_the_page_on_replicas(tmp_path: Path) -> None:
+    launch(4, replicas_page, str(tmp_path))
 
 
 def test_code_of_the_page_on_the_trainer(tmp_path: Path) -> None:
