@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts, add_shortage
 from torchgpipe.devices.stream import Stream, Streams
-from torchgpipe.devices.torch_internals import has_gradient_hooks
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.gradients.of_calls import ParameterGradients
 from torchgpipe.gradients.step_lock import StepLock, calls
@@ -181,11 +180,6 @@ class LayersColumn(Column):
     def finding_parameters(self) -> AbstractContextManager[None]:
         """Keep steps in other threads from exchanging parameters for a ``with`` block."""
         return self._lock.held(self._calls)
-
-    @cached_property
-    def is_heard(self) -> bool:
-        """Whether a parameter has a hook, which must not hear None."""
-        return any(map(has_gradient_hooks, self._trained))
 
     def forget_casts(self) -> None:
         """Clear the casts that autocast keeps, so that a later call casts weights anew; a step does so at its end."""

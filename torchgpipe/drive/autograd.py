@@ -200,7 +200,7 @@ def _pass_plain(column: LayersColumn, i: int, batch: Batch, lane: Lane) -> tuple
         lane = None
     if column.leaving:
         output = output.replace(wait(column.leaving, i, output.leaves))
-    if column.lane_device is not None and lane is None and (i < column.m - 1 or column.is_heard):
+    if column.lane_device is not None and lane is None and i < column.m - 1:
         output, lane = _branch(output, column)
     return output, lane
 
@@ -260,6 +260,6 @@ def _branch(batch: Batch, column: LayersColumn) -> tuple[Batch, Lane]:
     graph = {k: leaf for k, leaf in enumerate(batch.leaves) if leaf is not None and leaf.requires_grad}
     if not graph:
         return batch, None
-    *forked, lane = fork(*graph.values(), heard=column.is_heard)
+    *forked, lane = fork(*graph.values())
     replaced = dict(zip(graph, forked))
     return batch.replace(tuple([replaced.get(k, leaf) for k, leaf in enumerate(batch.leaves)])), lane

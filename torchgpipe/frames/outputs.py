@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.given import concatenate
 from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
 from torchgpipe.processes.stand_in import StandIn
 
@@ -210,7 +209,7 @@ class _Joiner:
             )
         if any([len(shape) != first.dim() or _without(shape, dim) != _without(first.shape, dim) for shape in shapes]):
             raise _differs(path, [str(shape) for shape in shapes])
-        return concatenate(values, dim)
+        return torch.cat(values, dim)
 
     def _dimension(self, values: list[Tensor], path: str) -> int | None:
         """Return the dimension of the rows of an output that the sample did not have."""

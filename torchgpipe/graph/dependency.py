@@ -19,19 +19,13 @@ from torch import Tensor
 
 from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
-from torchgpipe.graph.unheard import refuse_unheard
 
 __all__ = ["Fork", "Join", "fork", "join"]
 
 
-def fork(*xs: Tensor, heard: bool = False) -> tuple[Tensor, ...]:
-    """Branch a phony off tensors of one device that require grad, and return the tensors and the phony.
-
-    Args:
-        xs: the tensors
-        heard: whether parameters behind them have hooks
-    """
-    result: tuple[Tensor, ...] = Fork.apply(heard, *xs)
+def fork(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Branch a phony off tensors of one device that require grad, and return the tensors and the phony."""
+    result: tuple[Tensor, ...] = Fork.apply(*xs)
     return result
 
 
@@ -45,16 +39,13 @@ class Fork(Function):
     """Forward: aliases of the tensors, and a phony. Backward: the gradients of the aliases."""
 
     @staticmethod
-    def forward(ctx: Any, heard: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.heard = heard
         return *[x.detach() for x in xs], get_phony(xs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.heard:
-            refuse_unheard(ctx.next_functions, grads[:-1])
-        return None, *grads[:-1]
+        return grads[:-1]
 
 
 class Join(Function):

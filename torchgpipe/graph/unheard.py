@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from torchgpipe.devices.torch_internals import gradient_hooks, has_gradient_hooks
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.graph.split_backward import nodes_below
 
 __all__ = ["hook_first", "refuse_unheard"]
 
@@ -34,16 +32,15 @@ def refuse_unheard(ends: Sequence[tuple[Any, int]], grads: Sequence[Leaf]) -> No
     """Let this backward pass fail at a parameter with a hook that gets no gradient from anywhere.
 
     Args:
-        ends: where the gradients of a function's inputs go on
+        ends: the nodes of parameters, where the gradients of a function's inputs go on
         grads: these gradients
     """
-    unused = [GradientEdge(node, 0) for (node, _), grad in zip(ends, grads) if node is not None and grad is None]
-    for node in nodes_below(unused):
-        if hasattr(node, "variable") and has_gradient_hooks(node.variable):
-            _guard(node.variable)
+    for (node, _), grad in zip(ends, grads):
+        if grad is None and hasattr(node, "variable") and has_gradient_hooks(node.variable):
+            _refuse_none(node.variable)
 
 
-def _guard(parameter: Tensor) -> None:
+def _refuse_none(parameter: Tensor) -> None:
     def refuse(grad: Leaf) -> None:
         handle.remove()
         if grad is None:

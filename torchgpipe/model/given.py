@@ -18,7 +18,6 @@ from torchgpipe.replay.statistics import Norm
 __all__ = [
     "GIVE_THEM",
     "MicroBatches",
-    "concatenate",
     "length_of",
     "order_of",
     "refuse_strided_nested",
@@ -210,21 +209,6 @@ def refuse_strided_nested(tensors: Iterable[Tensor]) -> None:
             "leave the model: PyTorch has no autograd functions for it; make it with layout=torch.jagged, or pass its "
             "parts as a list"
         )
-
-
-def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenate the outputs of micro-batches.
-
-    Raises:
-        TypeError: they are sparse and have a graph, which PyTorch cannot differentiate.
-    """
-    if tensors[0].requires_grad and tensors[0].layout is not torch.strided and not tensors[0].is_nested:
-        raise TypeError(
-            f"the outputs of micro-batches are tensors of layout {tensors[0].layout}, which PyTorch cannot "
-            "differentiate once they are joined; return output.to_dense(), or call the model with MicroBatches([...]), "
-            "whose outputs are not joined"
-        )
-    return torch.cat([*tensors], dim)
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import forward_mode_is_active, pytree, transforms_are_active
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches, concatenate, refuse_strided_nested, verify_independent
+from torchgpipe.model.given import MicroBatches, refuse_strided_nested, verify_independent
 from torchgpipe.model.settings import verify_names
 from torchgpipe.skip.namespace import SkipKey
 
@@ -440,7 +440,7 @@ def _concatenate(column: tuple[Any, ...]) -> Leaf:
             "the last layer returned a tensor without dimensions, which cannot be joined along dimension 0, the "
             "batch; keep the batch dimension and reduce outside the pipeline, or return a tensor of shape (1,)"
         )
-    return concatenate(column)
+    return torch.cat(column)
 
 
 def _describe(batch: Batch) -> str:
