@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.given import MicroBatches, order_of
-from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
+from torchgpipe.model.loss import Losses, LossFunction, Weight, verify_loss
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import (
     Batch,
@@ -28,6 +29,7 @@ from torchgpipe.model.microbatch import (
     gather,
     rows_of,
     scatter,
+    sizes_of,
     tell_of_few,
     values_of,
     window_of,
@@ -445,37 +447,22 @@ class GPipe(nn.Module):
         if not self._partitions:
             raise ValueError("a step needs layers, but there are none in the pipeline")
         (input,), _ = self._whole.wrap((input,), {})
-        mean = self._mean_loss(input, target, self._loss_proof)
         self._refuse_unwrapped()
         self._verify_layers()
         inputs = self._scatter((input,), self.chunks, self.devices[0], {})
         self._begin(input, 4)
-        mean.prepare(inputs)
+        losses = self._losses(input, target, self.chunks, self._loss_proof)
         program = program_of(self._schedule, len(inputs), self._places, order_of(window_of(input), self))
         views = self._views(len(inputs))
-        finish = mean.finish if scaler is None else lambda i, output: scaler.scale(mean.finish(i, output))
+        finish = losses.finish if scaler is None else lambda i, output: scaler.scale(losses.finish(i, output))
         with mini_batch(len(inputs)):
-            values = self._run_program(views, inputs, program, self._schedule, finish, mean.values)
-        loss = mean.sum()
-        return (loss, values) if mean.has_values else loss
+            values = self._run_program(views, inputs, program, self._schedule, finish, losses.values)
+        loss = losses.sum()
+        return (loss, *values) if values else loss
 
-    def _mean_loss(
-        self, input: Any, target: Any, proof: LossProof | None = None, chunks: int | None = None
-    ) -> MeanLoss:
-        loss_fn, weight, reduce = self._loss
-        assert loss_fn is not None
-        return MeanLoss(
-            loss_fn,
-            weight,
-            input,
-            target,
-            chunks or self.chunks,
-            self.devices[-1],
-            reduce=reduce,
-            whole="target" in self._whole.names,
-            takes_values=True,
-            proof=proof,
-        )
+    def _losses(self, input: Any, target: Any, chunks: int, proof: LossProof | None = None) -> Losses:
+        sizes, whole = sizes_of(input, chunks), "target" in self._whole.names
+        return Losses(*self._loss, target, sizes, window_of(input), self.devices[-1], whole=whole, proof=proof)
 
     def verify(self, *inputs: Any, target: Any = None, **keywords: Any) -> Comparison:
         """Compare the pipeline with its own layers on a mini-batch, without side effects. ::
@@ -512,9 +499,6 @@ class GPipe(nn.Module):
 
         splits = window_of((inputs, keywords)) is None
 
-        def loss(chunks: int) -> MeanLoss:
-            return self._mean_loss(inputs[0], target, chunks=chunks)
-
         def copied(leaf: Any) -> Any:
             if isinstance(leaf, MicroBatches):
                 return MicroBatches([fresh(batch) for batch in leaf], weights=leaf.weights)
@@ -532,7 +516,9 @@ class GPipe(nn.Module):
             batches=lambda chunks: self._scatter(fresh(inputs), chunks, first, fresh(keywords)),
             gather=self._gather if splits else values_of,
             pipeline=lambda: self.forward(*fresh(inputs), **fresh(keywords)),
-            loss=loss if target is not None and self._loss[0] is not None and len(inputs) == 1 else None,
+            loss=partial(self._losses, inputs[0], target)
+            if target is not None and self._loss[0] is not None and len(inputs) == 1
+            else None,
             step=lambda: self.step(fresh(inputs[0]), target),
         ).verify()
 

@@ -12,7 +12,7 @@ A step, in every process:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -31,7 +31,7 @@ from torchgpipe.drive.step import run_step
 from torchgpipe.gradients.clip import clip_grad_norm, not_for_norms
 from torchgpipe.model import microbatch
 from torchgpipe.model.given import order_of
-from torchgpipe.model.loss import LossFunction, MeanLoss, Weight, verify_loss
+from torchgpipe.model.loss import Losses, LossFunction, Weight, verify_loss
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
@@ -212,10 +212,15 @@ class DistributedGPipe(nn.Module):
         if loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
         processes = self._processes
-        mean = MeanLoss(loss_fn, weight, input, target, self.chunks, self.device)
+
+        def begin() -> Losses:
+            sizes, window = microbatch.sizes_of(input, self.chunks), microbatch.window_of(input)
+            return Losses(loss_fn, weight, None, target, sizes, window, self.device, takes_values=False)
+
         with processes.at_step():
-            self._run(input, mean)
-            loss = mean.sum().double()  # A process without the last stage does not know another dtype.
+            _, losses = self._run(input, begin)
+            # A process without the last stage does not know another dtype.
+            loss: Tensor = losses.sum().to(self.device, torch.float64)
             processes.broadcast(loss, processes.last, "the loss")
             processes.add_replicas(loss, "the loss of the replicas")
         return loss
@@ -235,9 +240,8 @@ class DistributedGPipe(nn.Module):
         Raises:
             Exception: as in :meth:`step`
         """
-        outputs = _Outputs()
         with self._processes.at_step():
-            forms = self._run(input, outputs)
+            forms, outputs = self._run(input, _Outputs)
             if not (self._is_last or gather):
                 return None
             batches = [outputs.batches.get(i) or _empty(of[-1]) for i, of in enumerate(forms)]
@@ -291,14 +295,22 @@ class DistributedGPipe(nn.Module):
     def _is_last(self) -> bool:
         return self.stages[-1] == len(self.balance) - 1
 
-    def _run(self, input: Any, ending: MeanLoss | _Outputs) -> Sequence[Sequence[Batch]]:
-        """Prepare a step, run it when all processes are ready for it, and return the forms of what has crossed."""
+    def _run(self, input: Any, begin: Callable[[], Losses | _Outputs]) -> tuple[Sequence[Sequence[Batch]], Any]:
+        """Prepare a step, run it when all processes are ready for it.
+
+        Args:
+            input: as in :meth:`step`
+            begin: returns what takes the outputs of the last stage
+
+        Returns:
+            the forms of what has crossed, and what has taken the outputs
+        """
         processes, partitions, training = self._processes, self._partitions, self.training
         # Only the first stage reads the values of the input.
         where = self.device if 0 in self.stages else torch.device("meta")
         inputs = microbatch.scatter((input,), self._chunks, where)
         m = len(inputs)
-        weight = ending.prepare(inputs) if self._is_last else 0.0
+        ending = begin() if self._is_last else _Outputs()
         for partition in partitions:  # Layers may have been replaced.
             partition.follow(layers_of(self), training)
         forms, checksum = self._forms.of(inputs, self)
@@ -309,7 +321,7 @@ class DistributedGPipe(nn.Module):
         settings = self._schedule, self._balance, self._chunks, self._checkpoint, order
         checksum = zlib.crc32(str(settings).encode(), checksum)
         # Whether the layers draw is known for the modes of all processes together. Seeds go from the first one on.
-        modes, ending.total = processes.agree(checksum, hash((modes_of(self), self._surprises)), weight)
+        modes, ending.total = processes.agree(checksum, hash((modes_of(self), self._surprises)), ending.total)
         numbers = RandomNumbers(self, [self.device], tuple(modes))
         stop = checkpoint_stop(self._checkpoint, m) if training else 0
         with mini_batch(m):
@@ -329,23 +341,23 @@ class DistributedGPipe(nn.Module):
                 processes=processes,
             )
         self._surprises += numbers.is_surprised
-        return forms
+        return forms, ending
 
 
 class _Outputs:
-    """The outputs of a mini-batch that has no loss; see `MeanLoss`."""
+    """The outputs of a mini-batch that has no loss here; see `Losses`."""
 
     total = 0.0
 
     def __init__(self) -> None:
         self.batches: dict[int, Batch] = {}
 
-    def prepare(self, inputs: list[Batch]) -> float:
-        return 0.0
-
     def finish(self, i: int, output: Batch) -> Tensor:
         self.batches[i] = output
         return torch.zeros(1)
+
+    def sum(self) -> Tensor:
+        return torch.zeros(())
 
 
 def _empty(form: Batch) -> Batch:

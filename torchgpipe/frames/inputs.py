@@ -385,6 +385,11 @@ class SplitBatch:
         return None if self.window is None else self.window.carried
 
     @property
+    def weights(self) -> list[float] | None:
+        """The weights that the caller gives with the micro-batches, or None."""
+        return None if self.window is None else self.window.weights
+
+    @property
     def whole(self) -> SplitBatch:
         """The same mini-batch as one micro-batch."""
         return replace(self, rows=0, sizes=[sum(self.sizes)])

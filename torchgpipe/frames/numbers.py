@@ -17,6 +17,7 @@ on a device the host waits once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -70,8 +71,8 @@ def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     study = settings.study
     (usual, *others) = list_rules(settings)
     known = study.rules.get(has_item_count(batch), {}).get(path)
-    if not others or known is not None:
-        return usual if known is None else known
+    if known is not None or not others:
+        return known or usual
     # The sample had no such number, or no proof: the losses that transformers names divide by what they are given.
     if has_item_count(batch) and (study.predicts_next or not study.splitter.splits):
         return "sum"
@@ -84,7 +85,7 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
     Raises:
         ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
     """
-    if batch.new_numbers and len(batch.sizes) > 1 and len(list_rules(settings)) > 1 and _own_weights(batch) is None:
+    if batch.new_numbers and len(batch.sizes) > 1 and len(list_rules(settings)) > 1 and batch.weights is None:
         more = "" if batch.window is None else ", or give MicroBatches weights"
         raise ValueError(
             f"how the output '{path}' of micro-batches is joined may depend on {batch.new_numbers}, which the sample "
@@ -95,19 +96,18 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
 def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
     """Return the factor of each micro-batch in a number of the mini-batch."""
     weights = compute_weights(settings, batch, rule)
-    return [1.0] * len(batch.sizes) if weights is None else share(weights, sum(weights))
+    return [1.0] * len(batch.sizes) if weights is None else [share(weight, sum(weights)) for weight in weights]
 
 
-def share(weights: Sequence[float], total: float) -> list[float]:
-    """Return the shares of weights in their total; 0 for nothing of nothing."""
-    return [weight / (total or 1.0) for weight in weights]
+def share(weight: float, total: float) -> float:
+    """Return the share of a weight in the total; 0 for nothing of nothing."""
+    return weight / (total or 1.0)
 
 
 def compute_weights(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float] | None:
     """Return the weight of each micro-batch in the mean of a number; None if such numbers are added up."""
-    own = _own_weights(batch)
-    if own is not None:
-        return own
+    if batch.weights is not None:
+        return batch.weights
     if rule == "sum":
         return None
     if rule == "given":
@@ -124,16 +124,13 @@ def compute_weights(settings: Settings, batch: SplitBatch, rule: Rule) -> list[f
     )
 
 
-def _own_weights(batch: SplitBatch) -> list[float] | None:
-    """Return the weights that the caller gives with the micro-batches, or None."""
-    return None if batch.window is None else batch.window.weights
-
-
 def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
     # The caller's own weights may want labels that are not there, and are asked for a number only.
     usual = {*settings.study.rules.get(has_item_count(batch), {}).values(), find_rule(settings, batch, "")} - {"given"}
-    known: dict[Rule, list[float]] = {rule: compute_shares(settings, batch, rule) for rule in usual}
+    shares = cache(partial(compute_shares, settings, batch))
+    for rule in usual:
+        shares(rule)
 
     def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():
@@ -144,11 +141,9 @@ def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
                 "model.step, whose loss_fn gets the output of each micro-batch"
             )
         verify_seen(settings, batch, path)
-        rule = find_rule(settings, batch, path)
-        if rule not in known:
-            known[rule] = compute_shares(settings, batch, rule)
         # A mean over no labels is nan.
-        parts = [value * share for value, share in zip(values, known[rule]) if share]
+        factors = shares(find_rule(settings, batch, path))
+        parts = [value * factor for value, factor in zip(values, factors) if factor]
         return torch.stack(parts).sum() if parts else values[0]
 
     return joined

@@ -17,7 +17,6 @@ from torchgpipe.model.values import Container, container, dotted, each, hidden, 
 from torchgpipe.processes.stand_in import StandIn
 
 __all__ = [
-    "OWN_LOSSES",
     "CacheOfMicroBatches",
     "JoinScalar",
     "Kinds",
@@ -33,9 +32,6 @@ __all__ = [
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them, and
 #: 'counts' if it is a number of Python that depends on how many there are.
 Kinds: TypeAlias = dict[str, int | Literal["coupled", "counts"] | None]
-
-#: Where a model's own loss may be in its output.
-OWN_LOSSES = ("loss", "value", "[0]")
 
 #: How a number of the mini-batch is made of those of micro-batches; see `numbers`.
 Rule: TypeAlias = Literal["labels", "shifted", "rows", "sum", "given"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
-from torchgpipe.frames.outputs import Kinds, Rule, find_kinds
+from torchgpipe.frames.outputs import Kinds, Rule, find_kinds, find_path_of_loss
 from torchgpipe.frames.spine import ChangesParameter, Trace, trace
 from torchgpipe.model.untouched import attributes, in_mode, untouched
 from torchgpipe.model.values import each
@@ -35,6 +35,7 @@ class Study:
         kinds: how outputs depend on the rows, in evaluation and in training
         labels: the argument whose labels a loss of the model counts, and the label that it leaves out
         returns_numbers: whether the output has tensors without dimensions, such as a loss
+        path_of_loss: where the output has the model's own loss, if it has one
         rules: how numbers of micro-batches are joined, by the path of the output; without and with
             ``num_items_in_batch``; see `numbers`
         predicts_next: whether the loss of the model compares with the next labels, as far as its name or a run tells
@@ -48,6 +49,7 @@ class Study:
     kinds: dict[bool, Kinds]
     labels: tuple[str, int]
     returns_numbers: bool
+    path_of_loss: str
     rules: dict[bool, dict[str, Rule]]
     predicts_next: bool
     keeps_tensors: bool
@@ -104,6 +106,7 @@ def study(
         kinds,
         labels=traces[0].labels or ("labels", -100),
         returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
+        path_of_loss=find_path_of_loss(traces[0].output),
         rules={},
         predicts_next=_names_a_causal_loss(module) or traces[0].shifts,
         keeps_tensors=keeps_tensors,

@@ -18,16 +18,7 @@ from torchgpipe.devices.device import bring
 from torchgpipe.model.given import MicroBatches, to_floats
 from torchgpipe.model.known_loss import known_loss
 from torchgpipe.model.loss_proof import LossProof
-from torchgpipe.model.microbatch import (
-    Batch,
-    NoChunk,
-    gather,
-    has_an_item_for_each,
-    sizes_of,
-    split_rows,
-    values_of,
-    window_of,
-)
+from torchgpipe.model.microbatch import Batch, NoChunk, gather, has_an_item_for_each, split_rows
 from torchgpipe.model.settings import verify_functions
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
 
@@ -36,10 +27,8 @@ __all__ = [
     "NO_TARGET",
     "LossFunction",
     "Losses",
-    "MeanLoss",
     "Weight",
     "count_labels",
-    "make_zero_loss",
     "verify_loss",
 ]
 
@@ -76,14 +65,22 @@ class Losses:
         loss_fn: returns the loss of a micro-batch; None if its output has one
         weight: returns the weight of a loss in the mean, given the target; None for the labels that count, or the rows
         reduce: ``'mean'`` or ``'sum'``: how losses are joined; None for what the loss function says, or else the mean
+        target: the target of the mini-batch; None if the loss function needs none
+        sizes: the rows of each micro-batch
+        window: the micro-batches, if the caller gives them
+        device: where the last partition computes
+        to_device: copies a tensor of the target there
         whole: whether every micro-batch gets the whole target
-        to_device: copies a tensor of the target to where the loss is computed
-        kept: returns what to keep of other values that the loss function returns, without their graph; None if it must
-            not return any
+        takes_values: whether the loss function may return other values beside the loss
         proof: what has been proved of the loss function; None to prove nothing
+        weighed: what weights are made from, by micro-batch, if that is not the target
 
     Attributes:
-        total: the weight of all targets, in all replicas
+        total: the weight of all targets; set it to that in all replicas
+
+    Raises:
+        TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
+        ValueError: the target does not have the rows or the micro-batches of the batch, or weights have no use.
     """
 
     def __init__(
@@ -91,66 +88,52 @@ class Losses:
         loss_fn: Callable[..., Any] | None,
         weight: Weight | None,
         reduce: str | None,
+        target: Any,
+        sizes: Sequence[int],
+        window: MicroBatches | None,
+        device: torch.device,
         *,
-        whole: bool,
-        to_device: Callable[[Tensor], Tensor],
-        kept: Callable[[Any], Any] | None,
-        proof: LossProof | None,
+        to_device: Callable[[Tensor], Tensor] | None = None,
+        whole: bool = False,
+        takes_values: bool = True,
+        proof: LossProof | None = None,
+        weighed: list[Any] | None = None,
     ) -> None:
-        self._loss_fn, self._weight, self._reduce = loss_fn, weight, reduce
-        self._whole, self._to_device, self._kept, self._proof = whole, to_device, kept, proof
-        self.total = 0.0
+        self._loss_fn, self._target, self._sizes, self._window = loss_fn, target, sizes, window
+        self._device, self._to_device = device, to_device or functools.partial(bring, device=device)
+        self._whole = whole or (len(sizes) == 1 and window is None) or isinstance(target, NoChunk)
+        self._takes_values, self._proof = takes_values, proof
         #: By micro-batch: the shares in the loss, and other values.
         self._shares: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
         #: The micro-batches that the proof looks at, and their outputs.
         self._pair: tuple[int, ...] = ()
         self._outputs: dict[int, Any] = {}
-
-    def _begin(self, target: Any, sizes: Sequence[int], window: MicroBatches | None) -> None:
-        """Split the target, and weigh the micro-batches, before anything is launched.
-
-        Args:
-            target: the target of the mini-batch
-            sizes: the rows of each micro-batch
-            window: the micro-batches, if the caller gives them
-
-        Raises:
-            TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
-            ValueError: the target does not have the rows or the micro-batches of the batch, or weights have no use.
-        """
-        self._target, self._sizes, self._window = target, sizes, window
-        self._whole |= (len(sizes) == 1 and window is None) or isinstance(target, NoChunk)
         given = _given_weights(window, target, self._whole)
-        if given is not None and (self._weight is not None or self._reduce == "sum"):
-            other = "weight=" if self._weight is not None else "reduce='sum'"
+        if given is not None and (weight is not None or reduce == "sum"):
+            other = "weight=" if weight is not None else "reduce='sum'"
             raise ValueError(f"MicroBatches has weights, which {other} leaves without use; leave one of them out")
-        self._is_said = self._weight is not None or self._reduce is not None or given is not None
+        is_said = weight is not None or reduce is not None or given is not None
         each_one = [[i] for i in range(len(sizes))]
         self._targets = self._parts(each_one, self._to_device)
-        is_known, adds_up, ignored, class_weights = known_loss(self._loss_fn)
-        self._adds_up = self._reduce == "sum" or (adds_up and not self._is_said)
+        known = known_loss(loss_fn)
+        self._adds_up = reduce == "sum" or (known.adds_up and not is_said)
         # As the caller has them: the host does not wait for a device to count what is on the host.
-        targets = self._parts(each_one, lambda tensor: tensor) if ignored is not None or self._weight else self._targets
+        targets = self._parts(each_one, lambda tensor: tensor) if known.ignored is not None or weight else self._targets
         if given is not None:
             self._weights = given
-        elif self._weight is not None and self._loss_fn is not None:
-            self._weights = to_floats([self._call_user(self._weight, it) for it in self._list_weighed(targets)])
-        elif self._whole:
-            self._weights = [float(size) for size in sizes]
+        elif weight is not None and loss_fn is not None:
+            self._weights = to_floats([self._call_user(weight, part) for part in weighed or targets])
         else:
+            ignored = None if self._whole else known.ignored
             self._weights = to_floats(
-                [count_labels(it, ignored, size, class_weights) for it, size in zip(targets, sizes)]
+                [count_labels(it, ignored, size, known.class_weights) for it, size in zip(targets, sizes)]
             )
         # Micro-batches of a window that weigh the same are averaged, as in any loop that accumulates.
-        is_mean = is_known or self._is_said or (window is not None and len({*self._weights}) == 1)
-        if self._proof is not None and not is_mean:
-            self._pair = self._proof.pair(self._weights, sizes)
+        is_mean = known.is_known or is_said or (window is not None and len({*self._weights}) == 1)
+        if proof is not None and not is_mean:
+            self._pair = proof.pair(self._weights, sizes)
         self.total = sum(self._weights)
-
-    def _list_weighed(self, targets: list[Any]) -> list[Any]:
-        """Return what the user's weight of each micro-batch is made from: its target."""
-        return targets
 
     def _call_user(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the loss function or the weight; an error that the lack of a target causes says so."""
@@ -184,34 +167,41 @@ class Losses:
 
         return spread(self._target, divide, len(picks))
 
-    def _weigh(self, i: int, output: Any) -> tuple[Tensor, float]:
-        """Return the loss of micro-batch ``i``, and what to multiply it by.
+    def of(self, i: int, output: Any) -> tuple[Tensor, float]:
+        """Return the loss of micro-batch ``i``, and its weight in the loss of the mini-batch.
 
         Raises:
-            ValueError: the loss is not a tensor of one number.
+            ValueError: there is no loss, or it is not a tensor of one number.
         """
         # A copy, as the loss function may change the output.
         kept = mapped(output, copy_without_graph, caches=True) if i in self._pair else None
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
-            pair = ", or a pair of this loss and other values" if self._kept is not None else ""
+            pair = ", or a pair of this loss and other values" if self._takes_values else ""
             raise ValueError(
                 f"the loss of a micro-batch must be a tensor of one number, such as its mean{pair}, but {got}"
             )
         factor = self._factor(i, output, loss)
         if i in self._pair and loss.is_floating_point():
             self._outputs[i] = kept
-        # The mean over no labels is nan, and so would be its gradient.
-        return (loss if factor else make_zero_loss([tensor for _, tensor in each(output)])), factor
+        if not factor:  # The mean over no labels is nan, and so would be its gradient.
+            loss = _make_zero_loss([tensor for _, tensor in each(output)])
+        self._shares[i] = loss.detach().reshape(()).to(self._device) * factor
+        return loss, factor
+
+    def finish(self, i: int, output: Batch) -> Tensor:
+        """Return the share of micro-batch ``i`` in the loss, of shape (1,)."""
+        loss, factor = self.of(i, output.value)
+        return loss.reshape(1).to(self._device) * factor
 
     def _loss_of(self, i: int, output: Any) -> Any:
         """Return what the loss function gives for micro-batch ``i``, and note other values."""
         assert self._loss_fn is not None
         result = self._call_user(self._loss_fn, output, self._targets[i])
-        if self._kept is None or not isinstance(result, tuple) or len(result) != 2:
+        if not self._takes_values or not isinstance(result, tuple) or len(result) != 2:
             return result
-        self._values[i] = self._kept(result[1])
+        self._values[i] = mapped(result[1], Tensor.detach)
         return result[0]
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
@@ -219,7 +209,7 @@ class Losses:
             return 1.0
         return self._weights[i] / self.total if self._weights[i] else 0.0
 
-    def prove(self, join: Callable[[list[Any], list[int]], Any]) -> None:
+    def _prove(self, join: Callable[[list[Any], list[int]], Any]) -> None:
         """Prove the loss function, if this step has to, after the last micro-batch and before gradients are delivered.
 
         Args:
@@ -244,31 +234,34 @@ class Losses:
 
     def sum(self) -> Tensor:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
-        return functools.reduce(torch.add, [share.reshape(()) for _, share in sorted(self._shares.items())])
+        return functools.reduce(torch.add, [share for _, share in sorted(self._shares.items())])
 
-    @property
-    def has_values(self) -> bool:
-        """Whether the loss function has returned other values beside the loss."""
-        return bool(self._values)
+    def values(self) -> tuple[Any, ...]:
+        """Return what the loss function has returned beside the loss, gathered along dimension 0; () if nothing.
 
-    def _values_of(self, count: int) -> list[Any]:
-        """Return the other values of ``count`` micro-batches.
+        If the caller gives the micro-batches, that is a list with the values of each.
 
         Raises:
-            ValueError: there are none for some of them.
+            TypeError, ValueError: values cannot be gathered, or the proof of the loss function fails.
         """
-        if len(self._values) < count:
-            raise ValueError(
-                "loss_fn returned other values beside the loss for some micro-batches only; return them for all or none"
-            )
-        return [self._values[i] for i in sorted(self._values)]
+        self._prove(lambda outputs, _: gather([Batch.of(output, "the last layer") for output in outputs]))
+        return self._joined_values(
+            lambda values: gather([Batch.of(mapped(one, torch.atleast_1d), _VALUES) for one in values], "loss_fn")
+        )
+
+    def _joined_values(self, join: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
+        values = [self._values.get(i) for i in range(len(self._sizes))]
+        return (values if self._window is not None else join(values),) if self._values else ()
+
+
+_VALUES = "what loss_fn returns beside the loss"
 
 
 def _join_parts(parts: list[Any]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
 
 
-def make_zero_loss(tensors: Iterable[Tensor]) -> Tensor:
+def _make_zero_loss(tensors: Iterable[Tensor]) -> Tensor:
     """Return a loss of 0 with a graph, in place of the mean over no targets, which is nan."""
     parts = [tensor.reshape(-1)[:0].sum().real for tensor in tensors if tensor.requires_grad]
     return torch.stack(parts).sum() if parts else torch.zeros(())
@@ -324,87 +317,3 @@ def count_labels(
         counts = class_weights.to(labels.device)[labels.where(counts, 0)].where(counts, 0)
     count: Tensor = counts.sum()
     return count
-
-
-class MeanLoss(Losses):
-    """The loss of a step of a Sequential, in all replicas.
-
-    Args:
-        loss_fn: as for `Losses`
-        weight: as for `Losses`
-        input: the input of the mini-batch
-        target: the target of the mini-batch; None if the loss function needs none
-        chunks: the number of micro-batches that a mini-batch is split into
-        device: where the last partition computes
-        reduce: as for `Losses`
-        whole: as for `Losses`
-        takes_values: whether the loss function may return other values beside the loss
-        proof: as for `Losses`
-
-    Call `prepare`, set ``total``, `finish` each micro-batch, then read `values` and `sum`.
-    """
-
-    def __init__(
-        self,
-        loss_fn: LossFunction,
-        weight: Weight | None,
-        input: Any,
-        target: Any,
-        chunks: int,
-        device: torch.device,
-        *,
-        reduce: str | None = None,
-        whole: bool = False,
-        takes_values: bool = False,
-        proof: LossProof | None = None,
-    ) -> None:
-        kept = _without_graph if takes_values else None
-        to = functools.partial(bring, device=device)
-        super().__init__(loss_fn, weight, reduce, whole=whole, to_device=to, kept=kept, proof=proof)
-        self._given = target, sizes_of(input, chunks), window_of(input)
-        self._device = device
-
-    def prepare(self, inputs: Sequence[Batch]) -> float:
-        """Split the target like the input, and return its weight.
-
-        Raises:
-            TypeError: the input is `MicroBatches`, and the target is not.
-            ValueError: input and target have different sizes.
-        """
-        self._begin(*self._given)
-        return self.total
-
-    def finish(self, i: int, output: Batch) -> Tensor:
-        """Return the share of micro-batch ``i`` in the loss, of shape (1,)."""
-        loss, factor = self._weigh(i, output.value)
-        share = loss.reshape(1).to(self._device) * factor
-        self._shares[i] = share.detach()
-        return share
-
-    def sum(self) -> Tensor:
-        """Return the loss, a tensor without dimensions; 0 in a process without the last partition."""
-        return super().sum() if self._shares else torch.zeros((), device=self._device)
-
-    def values(self) -> Any:
-        """Return the other values of all micro-batches, gathered along dimension 0; None if there are none.
-
-        If the caller gives the micro-batches, that is a list with those of each.
-
-        Raises:
-            ValueError: the values of the micro-batches differ in structure, or the proof of the loss function fails.
-        """
-        self.prove(lambda outputs, _: gather([Batch.of(output, "the last layer") for output in outputs]))
-        if not self._values:
-            return None
-        values = self._values_of(len(self._sizes))
-        return gather(list(map(_with_rows, values)), "loss_fn") if self._window is None else values_of(values)
-
-
-def _without_graph(values: Any) -> Batch:
-    batch = Batch.of(values, "what loss_fn returns beside the loss")
-    return batch.replace(tuple([leaf if leaf is None else leaf.detach() for leaf in batch.leaves]))
-
-
-def _with_rows(batch: Batch) -> Batch:
-    """Return the values of a micro-batch, of which a number becomes a tensor of shape (1,), to be gathered."""
-    return batch.replace(tuple([leaf if leaf is None or leaf.dim() else leaf.reshape(1) for leaf in batch.leaves]))

@@ -18,7 +18,7 @@ from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import parameter_like, pytree
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import cotangent
-from torchgpipe.model.loss import MeanLoss
+from torchgpipe.model.loss import Losses
 from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
@@ -107,7 +107,7 @@ class SequentialProof(Proof):
         batches: Callable[[int], list[Batch]],
         gather: Callable[[list[Batch]], Any],
         pipeline: Callable[[], Any],
-        loss: Callable[[int], MeanLoss] | None,
+        loss: Callable[[int], Losses] | None,
         step: Callable[[], Any],
     ) -> None:
         count = len(batches(chunks))
@@ -119,7 +119,7 @@ class SequentialProof(Proof):
         self._streams = Streams()
         self._pipeline, self._make_loss, self._step = pipeline, loss, step
         #: The loss of a step while steps are compared.
-        self._loss: MeanLoss | None = None
+        self._loss: Losses | None = None
         self._steps = False
         #: For each micro-batch, the gradients of the leaves of its output that backward begins with.
         self._seeds: list[list[Tensor]] = []
@@ -160,16 +160,11 @@ class SequentialProof(Proof):
     def without_graph(self, output: Batch) -> Batch:
         return output.replace(tuple([leaf if leaf is None else copy_without_graph(leaf) for leaf in output.leaves]))
 
-    def _loss_of(self, chunks: int) -> MeanLoss:
-        assert self._make_loss is not None
-        loss = self._make_loss(chunks)
-        loss.total = loss.prepare(self._batches(chunks))
-        return loss
-
     def roots(self, i: int, output: Batch) -> Roots:
         if self._steps:
             if i == 0:
-                self._loss = self._loss_of(self._chunks)
+                assert self._make_loss is not None
+                self._loss = self._make_loss(self._chunks)
             assert self._loss is not None
             share = self._loss.finish(i, output)
             return [(share, torch.ones_like(share))] if share.requires_grad else []
@@ -201,7 +196,7 @@ class SequentialProof(Proof):
     def numbers(self, i: int | None, output: Batch) -> dict[str, Tensor]:
         if self._make_loss is None:
             return {}
-        loss = self._loss_of(1 if i is None else self._chunks)
+        loss = self._make_loss(1 if i is None else self._chunks)
         return {"loss": loss.finish(i or 0, output)}
 
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
