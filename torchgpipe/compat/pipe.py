@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import rpc
 
 from torchgpipe.compat import arguments
 from torchgpipe.devices.device import canonical_device
@@ -91,7 +90,7 @@ class _Partition(PipeSequential, Partition):
 
 @dataclass(frozen=True, eq=False)
 class LocalRRef:
-    """A reference to a local value: the output of a :class:`Pipe` if no RPC framework is initialised.
+    """A reference to a local value: the output of a :class:`Pipe`.
 
     It has the methods of :class:`torch.distributed.rpc.RRef` that make sense for a local value.
 
@@ -121,22 +120,17 @@ class LocalRRef:
         """Run backward from an output with a single element, such as a loss that the last layer returns.
 
         Args:
-            dist_autograd_ctx_id: must be -1, the local autograd: without RPC there is no other
+            dist_autograd_ctx_id: must be -1, the local autograd
             retain_graph: whether backward can be run once more
 
         Raises:
-            RuntimeError: the output is not a tensor, or has more than one element.
+            RuntimeError: the output has more than one element.
             ValueError: ``dist_autograd_ctx_id`` is not -1.
         """
         if dist_autograd_ctx_id != -1:
             raise ValueError(
-                f"there is no context of distributed autograd without RPC, but {dist_autograd_ctx_id} is asked for; "
+                f"the output knows no context of distributed autograd, but {dist_autograd_ctx_id} is asked for; "
                 "call backward() without it"
-            )
-        if not isinstance(self.value, Tensor):
-            raise RuntimeError(
-                f"the output should be a tensor for .backward(), but is {type(self.value).__name__}; call backward() "
-                "on a tensor in local_value()"
             )
         torch.autograd.backward(self.value, retain_graph=retain_graph)
 
@@ -229,10 +223,9 @@ class Pipe(GPipe):
             **keywords: keyword arguments of the first layer, likewise
 
         Returns:
-            a reference to the output of the last layer: a :class:`torch.distributed.rpc.RRef` if the RPC framework is
-            initialised, or else a :class:`LocalRRef`; ``local_value()`` returns the output in both cases. A tensor,
-            alone or an item of a tuple or list, is concatenated along dimension 0, on ``devices[-1]``. Any other value
-            is replaced by a list with the value of each micro-batch.
+            a reference to the output of the last layer, a :class:`LocalRRef`, whose ``local_value()`` returns it. A
+            tensor, alone or an item of a tuple or list, is concatenated along dimension 0, on ``devices[-1]``. Any
+            other value is replaced by a list with the value of each micro-batch.
 
         Raises:
             TypeError: there is no tensor among the inputs, or none in the output of a partition.
@@ -245,27 +238,13 @@ class Pipe(GPipe):
             from torchgpipe.devices.uncompiled import uncompiled
 
             return uncompiled(self.forward, *inputs, **keywords)
-        return _reference(super().forward(*inputs, **keywords))
+        return LocalRRef(super().forward(*inputs, **keywords))
 
     def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
         """Refuse the removed Pipe's keys, ``partitions.<j>.<k>.<name>``: read as names, they may exchange layers."""
         if keys:
             raise ValueError("a Pipe's count the layers of each partition from 0")
         return {}
-
-
-def _reference(value: Any) -> Any:
-    return rpc.RRef(value) if _rpc_runs() else LocalRRef(value)
-
-
-def _rpc_runs() -> bool:
-    if not rpc.is_available():
-        return False
-    try:
-        rpc.get_worker_info()
-    except RuntimeError:  # RPC has not been initialized.
-        return False
-    return True
 
 
 def _devices(module: nn.Sequential) -> list[torch.device]:
