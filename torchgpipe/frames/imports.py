@@ -21,10 +21,9 @@ from torch import Tensor
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices import links
 from torchgpipe.devices.memory import bytes_of
-from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, storage_key, versions
+from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, versions
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.layout import Crossed
-from torchgpipe.frames.settings import name_of
 from torchgpipe.transport.route import copy_forward, mark_ready
 
 __all__ = ["Imports", "Known"]
@@ -92,24 +91,10 @@ class Imports:
         return starts[k], starts[k + 1]
 
     def _home_of(self, tensor: Tensor, node: Any) -> int:
-        """Return the column in which the graph of a tensor was made, which ends in ``node``.
-
-        Raises:
-            RuntimeError: it is a view, and only an import of its memory was changed in place since.
-        """
-        base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
-        home = self._home(node)
-        # If the base was changed in place since, autograd has made the node of the view anew just now.
-        if base is None or self._home(base) >= home:
-            return home
-        memory = storage_key(tensor)
-        if any([known.is_changed and storage_key(known.result) == memory for known in self._imports.values()]):
-            where = name_of(self._columns.members[self._home(base)])
-            raise RuntimeError(
-                f"a view of shape {tuple(tensor.shape)} was made in {where}, and what it is a view of was changed in "
-                "place in a later one, which does not reach the graph of the view; change a copy, made by clone()"
-            )
-        return self._home(base)
+        """Return the column in which the graph of a tensor was made, which ends in ``node``."""
+        base = None if tensor._base is None else tensor._base.grad_fn
+        # If the base of a view was changed in place since, autograd has made the node of the view anew just now.
+        return self._home(node) if base is None else min(self._home(node), self._home(base))
 
     def _home(self, node: Any) -> int:
         """Return the column in which a node of autograd was made."""
