@@ -111,8 +111,8 @@ OF_MODULES = {
 #: Names of named tuples, public in spite of the underscore.
 OF_TUPLES = {"_asdict", "_fields", "_replace"}
 
-#: Names of ours on classes of users, a method of the Trainer of transformers that trainers override, and the attribute by
-#: which Accelerate keeps the forward that it has wrapped.
+#: Names of ours on classes of users, a method of the Trainer of transformers that trainers override, and the attribute
+#: in which Accelerate keeps the forward that it has wrapped.
 OF_USERS = {"_drives_forward", "_original_forward", "_prepare_inputs"}
 
 

@@ -8,7 +8,8 @@
 
 Which of these rules it is, no name tells for sure. So the plain model runs on rows together and on rows apart, with
 labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
-`proof`. A model that is given ``num_items_in_batch`` may follow another rule then.
+`proof`. A model may divide by ``num_items_in_batch`` if it is given: with twice as many, the number is half of that.
+Then micro-batches add up.
 
 Labels are counted before anything is launched, where the caller has them: labels on the host cost no wait. For labels
 on a device the host waits once.
@@ -55,28 +56,31 @@ def has_item_count(batch: SplitBatch) -> bool:
     return says == {True}
 
 
-def list_rules(settings: Settings) -> list[Rule]:
-    """Return the rules that a number of the model may follow, the usual ones first."""
-    if settings.reduce == "sum":
+def list_rules(settings: Settings, batch: SplitBatch, path: str) -> list[Rule]:
+    """Return the rules that an output may follow, the likely ones first: one, if the caller or the sample tells it."""
+    study, asked = settings.study, _asked(settings)
+    if asked is not None:
+        return [asked]
+    # If the sample had no such number, the losses that transformers names divide by what they are given.
+    divides = has_item_count(batch) and study.divides.get(path, study.predicts_next)
+    if divides or batch.carried is not None:
         return ["sum"]
-    if settings.weight is not None and settings.loss_fn is None:
-        return ["given"]
-    return ["labels", "shifted", "rows"] if settings.reduce == "mean" else ["labels", "shifted", "rows", "sum"]
+    if path in study.rules:
+        return [study.rules[path]]
+    means: list[Rule] = ["shifted", "labels", "rows"] if study.predicts_next else ["labels", "shifted", "rows"]
+    return means if settings.reduce == "mean" else [*means, "sum"]
 
 
 def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     """Return the rule of an output: the one that the sample has shown, or else the usual one."""
-    if batch.carried is not None:
+    return list_rules(settings, batch, path)[0]
+
+
+def _asked(settings: Settings) -> Rule | None:
+    """Return the rule that the caller asks for, if any."""
+    if settings.reduce == "sum":
         return "sum"
-    study = settings.study
-    (usual, *others) = list_rules(settings)
-    known = study.rules.get(has_item_count(batch), {}).get(path)
-    if known is not None or not others:
-        return known or usual
-    # The sample had no such number, or no proof: the losses that transformers names divide by what they are given.
-    if has_item_count(batch) and (study.predicts_next or not study.splitter.splits):
-        return "sum"
-    return "shifted" if study.predicts_next else usual
+    return "given" if settings.weight is not None and settings.loss_fn is None else None
 
 
 def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
@@ -85,7 +89,7 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
     Raises:
         ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
     """
-    if batch.new_numbers and len(batch.sizes) > 1 and len(list_rules(settings)) > 1 and batch.weights is None:
+    if batch.new_numbers and len(batch.sizes) > 1 and _asked(settings) is None and batch.weights is None:
         more = "" if batch.window is None else ", or give MicroBatches weights"
         raise ValueError(
             f"how the output '{path}' of micro-batches is joined may depend on {batch.new_numbers}, which the sample "
@@ -127,7 +131,7 @@ def compute_weights(settings: Settings, batch: SplitBatch, rule: Rule) -> list[f
 def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
     # The caller's own weights may want labels that are not there, and are asked for a number only.
-    usual = {*settings.study.rules.get(has_item_count(batch), {}).values(), find_rule(settings, batch, "")} - {"given"}
+    usual = {find_rule(settings, batch, path) for path in ("", *settings.study.rules)} - {"given"}
     shares = cache(partial(compute_shares, settings, batch))
     for rule in usual:
         shares(rule)

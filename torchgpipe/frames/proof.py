@@ -22,8 +22,8 @@ from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch, resized, window_of
 from torchgpipe.frames.kept import KeptAttributes
-from torchgpipe.frames.numbers import compute_shares, find_rule, has_item_count, joiner, list_rules
-from torchgpipe.frames.outputs import Rule, join, verify_known
+from torchgpipe.frames.numbers import compute_shares, joiner, list_rules
+from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
@@ -88,11 +88,15 @@ class FramesProof(PlainSide):
         """See `Proof.run`."""
         with without_compiler(self._module):
             super().run()
-            if self.is_equal():
-                self._find_rules_of_items()
         if self._settings.processes is not None:
             self._take_rows(self._settings.processes)
         return self.comparison
+
+    def _run_apart(self) -> tuple[bool, PlainRun]:
+        found = super()._run_apart()
+        if not self._with_loss:
+            self._find_divisors()
+        return found
 
     def _take_rows(self, processes: Processes) -> None:
         """Take the rows of all processes, each of which has compared its own gradients and buffers."""
@@ -113,18 +117,18 @@ class FramesProof(PlainSide):
         """
         if self._has_rows or self._batch.given:
             with torch.inference_mode(False), torch.no_grad(), without_compiler(self._module), suppress(Exception):
+                self._find_divisors()
                 if self._has_rows:
                     with in_mode(self._module, False):
                         self._compare_numbers(self._batch)
-                self._find_rules_of_items()
                 return True
         return False
 
     # ------------------------------------------------------------------------------------------------------------ rows
 
-    def with_numbers(self, i: int | None, scale: float | None = None) -> tuple[Any, dict[str, Number]]:
+    def with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
         try:
-            return super().with_numbers(i, scale)
+            return super().with_numbers(i)
         except Exception as error:
             if i is None:
                 error.add_note(
@@ -134,40 +138,26 @@ class FramesProof(PlainSide):
             raise
 
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
-        rules = self._settings.study.rules.setdefault(has_item_count(self._batch), {})
-        to_try: list[Rule] = []
-        if self._loss is not None:
-            tried = [[self._factors[i] for i in range(len(self._sizes))]]
-        else:
-            to_try = [rules[path]] if path in rules else list_rules(self._settings)
-            if has_item_count(self._batch):  # The sum first: in a few rows, a micro-batch may add nothing.
-                to_try.sort(key=lambda rule: rule != "sum")
-            tried = [compute_shares(self._settings, self._batch, rule) for rule in to_try]
+        rules = list_rules(self._settings, self._batch, path) if self._loss is None else []
+        tried = [compute_shares(self._settings, self._batch, rule) for rule in rules] or [[*self._factors.values()]]
         values = [number._replace(gradients=None) for number in apart]
-        by_value = [known for known in tried if self.fits(together, values, known)]
-        fitting = [known for known in by_value if self.fits(together, apart, known)]
-        # Gradients that do not follow the loss are right if those of a step are, which begins with the shares.
-        fitting = fitting or [known for known in by_value if self.fits(together, self._scaled(path, known), known)]
-        known = [*fitting, *by_value, *tried][0]
+        by_value = [k for k, shares in enumerate(tried) if self.fits(together, values, shares)]
+        fitting = [k for k in by_value if self.fits(together, apart, tried[k])]
+        k = [*fitting, *by_value, 0][0]
         may_differ = path in self._settings.may_differ
-        if self._loss is None and (fitting or (by_value and may_differ)):
-            rules[path] = to_try[tried.index(known)]
+        if len(rules) > 1 and (fitting or (by_value and may_differ)):
+            self._settings.study.rules[path] = rules[k]
         if not fitting and may_differ:
             self.differing.append(path)
             return
-        joined = torch.stack([number.value * share for number, share in zip(apart, known)]).sum()
-        name, fault = "loss" if self._loss is not None else f"'{path}'", ""
-        if not fitting:
-            if by_value and not self.fits(self._scaled(path, [1.0])[0], apart[:1], [1.0]):
-                fault = self._describe_ignoring(path, self.differing_most(together, apart, known))
-            else:
-                fault = self._describe_number(path, together, apart, joined)
+        joined = torch.stack([number.value * share for number, share in zip(apart, tried[k])]).sum()
+        fault = ""
+        if not fitting and by_value:
+            fault = self._describe_gradient_of(path, self.differing_most(together, apart, tried[k]))
+        elif not fitting:
+            fault = self._describe_number(path, together, apart, joined)
+        name = "loss" if self._loss is not None else f"'{path}'"
         self.comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
-
-    def _scaled(self, path: str, scales: Sequence[float]) -> list[Number]:
-        """Return a number of the first micro-batches once more, with other gradients to begin with."""
-        again = [self.with_numbers(i, scale)[1] for i, scale in enumerate(scales)]
-        return [numbers[path] for numbers in again if path in numbers]
 
     def compare_outputs_of_rows(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
         try:
@@ -190,45 +180,20 @@ class FramesProof(PlainSide):
             fault, loose = self._describe_coupling(path, tensor, ours), self.comparison.loose
             self.comparison.add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=loose)
 
-    def _find_rules_of_items(self) -> None:
-        """Find out what the model makes of ``num_items_in_batch``, which many accept and ignore."""
-        study, forward = self._settings.study, self._model._torchgpipe_forward
-        given = has_item_count(self._batch)
-        if self._batch.given:
-            self._find_rule_of_given_items()
-            return
-        if not study.rules.get(given) or not _takes_items(forward):
-            return
-        # Two rows are enough, as this is about values only.
-        arguments = study.splitter.resized(self._batch.arguments, 2)
-        arguments = arguments._replace(kwargs={**arguments.kwargs, "num_items_in_batch": None if given else 7})
-        with torch.no_grad(), in_mode(self._module, False):
-            try:
-                self._compare_numbers(study.splitter.micro_batches(arguments, 2))
-            except Exception:
-                return  # It does not take this argument, or not so few rows.
-
-    def _find_rule_of_given_items(self) -> None:
-        """Find out whether the model divides its loss by ``num_items_in_batch``, where nothing can be split."""
+    def _find_divisors(self) -> None:
+        """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
         study, (args, kwargs) = self._settings.study, self._batch.parts[0]
-        if study.splitter.splits or self._with_loss or not _takes_items(self._model._torchgpipe_forward):
-            return
-
-        def with_items(*counts: int | None) -> SplitBatch:
-            window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in counts])
-            return study.splitter.micro_batches(Arguments((window,), {}), len(counts))
-
-        proof, usual = FramesProof(self._pipeline, with_items(7, 14)), with_items(None)
+        window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)])
+        proof = FramesProof(self._pipeline, study.splitter.micro_batches(Arguments((window,), {}), 2))
         with torch.no_grad(), in_mode(self._module, False), suppress(Exception):  # It may not take this argument.
+            inspect.signature(self._model._torchgpipe_forward).bind_partial(num_items_in_batch=7)
             (_, of_seven), (_, of_fourteen) = proof.with_numbers(0), proof.with_numbers(1)
-            rules = study.rules.setdefault(True, {})
             for path, number in of_seven.items():
-                divides = self.fits(number, [of_fourteen[path]], [2.0])
-                rules[path] = "sum" if divides else find_rule(self._settings, usual, path)
+                study.divides[path] = self.fits(number, [of_fourteen[path]], [2.0])
 
     def confirm_rules(self, batch: SplitBatch) -> None:
         """Compare the values of numbers of another mini-batch by the rules that are known."""
-        if any(self._settings.study.rules.values()) and self.is_equal():
+        if self._settings.study.rules and self.is_equal():
             with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
                 self.comparison.rows += self._compare_numbers(batch)
 
@@ -399,10 +364,6 @@ class FramesProof(PlainSide):
 
     def _describe_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
         sizes = self._sizes
-        if together.value.isnan():
-            return (
-                f"the output '{path}' is nan in the plain model, which proves nothing; give a sample that has numbers"
-            )
         whole, parts = _show_number(together.value), " and ".join([_show_number(part.value) for part in apart])
         said = f"the output '{path}' of {sum(sizes)} rows is {whole}, and that of the rows apart {parts}, joined "
         said += _show_number(joined)
@@ -410,19 +371,19 @@ class FramesProof(PlainSide):
             return f"{said}; it is a sum: give reduce='sum'"
         if self.fits(together, apart, [size / sum(sizes) for size in sizes]):
             return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
-        what = " (or its gradient)" if together.gradients is not None else ""
         return (
-            f"{said}{what}; if it is a weighted mean, as over tokens or classes, give weight=, which returns that "
-            "of a micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
+            f"{said}; if it is a weighted mean, as over tokens or classes, give weight=, which returns that of a "
+            "micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
             f"cannot be split; may_differ=['{path}'] lets it differ, with a warning"
         )
 
-    def _describe_ignoring(self, path: str, name: str) -> str:
+    def _describe_gradient_of(self, path: str, name: str) -> str:
         chunks = self._settings.chunks
         return (
-            f"the gradient of {name} does not follow that of the output '{path}': a torch.autograd.Function, as for an "
-            f"auxiliary loss, adds one of its own, which would count once for each micro-batch, {chunks} times; let it "
-            f"add 1/{chunks} of that, and give may_differ=['{path}'], or add the auxiliary loss to '{path}' instead"
+            f"the gradient of {name} does not follow that of the output '{path}': the rows are "
+            "coupled, or a torch.autograd.Function, as for an auxiliary loss, adds a gradient of its own, which would "
+            f"count once for each micro-batch, {chunks} times; let it add 1/{chunks} of that, and give "
+            f"may_differ=['{path}'], or add the auxiliary loss to '{path}' instead"
         )
 
     def _describe_gradient(self, j: int, name: str) -> str:
@@ -459,13 +420,6 @@ class _ColumnGradients:
                 j, before = self._taken[self._names[parameter]]
                 self._taken[self._names[parameter]] = j, combined(before, fingerprint(grad))
         return self._taken
-
-
-def _takes_items(forward: Callable[..., Any]) -> bool:
-    """Return whether a model may divide its loss by ``num_items_in_batch``."""
-    parameters = inspect.signature(forward).parameters
-    takes_any = any([parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()])
-    return takes_any or "num_items_in_batch" in parameters
 
 
 def _is_ours(error: BaseException) -> bool:

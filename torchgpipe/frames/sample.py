@@ -36,8 +36,8 @@ class Study:
         labels: the argument whose labels a loss of the model counts, and the label that it leaves out
         returns_numbers: whether the output has tensors without dimensions, such as a loss
         path_of_loss: where the output has the model's own loss, if it has one
-        rules: how numbers of micro-batches are joined, by the path of the output; without and with
-            ``num_items_in_batch``; see `numbers`
+        rules: how numbers of micro-batches are joined, by the path of the output; see `numbers`
+        divides: by path, whether a number is divided by ``num_items_in_batch`` if that is given
         predicts_next: whether the loss of the model compares with the next labels, as far as its name or a run tells
         keeps_tensors: whether modules have put tensors on themselves, in evaluation or in training
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
@@ -50,7 +50,8 @@ class Study:
     labels: tuple[str, int]
     returns_numbers: bool
     path_of_loss: str
-    rules: dict[bool, dict[str, Rule]]
+    rules: dict[str, Rule]
+    divides: dict[str, bool]
     predicts_next: bool
     keeps_tensors: bool
     epsilon: float
@@ -108,6 +109,7 @@ def study(
         returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
         path_of_loss=find_path_of_loss(traces[0].output),
         rules={},
+        divides={},
         predicts_next=_names_a_causal_loss(module) or traces[0].shifts,
         keeps_tensors=keeps_tensors,
         epsilon=traces[0].epsilon,

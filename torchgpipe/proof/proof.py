@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.model.comparison import Compared, Comparison, cotangent, difference_of
+from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, dense, fingerprint, length, weighted_sum
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.processes.stand_in import StandIn
@@ -262,27 +262,23 @@ class Proof(ABC):
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             self._draws |= bool(generators_in(self._module.modules()))
             couples = self.agreed(self._draws or bool(apart.buffers or norms), any)
-            evaluated = None if training else apart.outputs
+            evaluated: list[Any] | None = None
             if len(self._sizes) > 1 and self.is_equal():
                 if self._has_rows and not (training and couples):
                     self._compare_rows(training)
                 if training and self.is_equal():
                     evaluated = self._evaluated(apart, couples)
             if self.is_equal():
-                # Before, as the outputs take memory; what differs in training is told first.
-                later = [] if evaluated is None or not training else self._rows_of_evaluation(evaluated)
-                del evaluated
+                begin = len(self.comparison.rows)
+                if evaluated is not None:  # Before, as the outputs take memory.
+                    with in_mode(self._module, False), self._untouched(), torch.no_grad():
+                        self.compare_evaluation(evaluated)
+                end = len(self.comparison.rows)
                 with in_mode(self._module, training):
                     self.compare_pipeline(apart)
-                self.comparison.rows += later
+                # What differs in training is told first.
+                self.comparison.rows += [self.comparison.rows.pop(begin) for _ in range(begin, end)]
         return self.comparison
-
-    def _rows_of_evaluation(self, outputs: list[Any]) -> list[Compared]:
-        rows, self.comparison.rows = self.comparison.rows, []
-        with in_mode(self._module, False), self._untouched(), torch.no_grad():
-            self.compare_evaluation(outputs)
-        later, self.comparison.rows = self.comparison.rows, rows
-        return later
 
     def verify(self) -> Comparison:
         """Run everything, and return the comparison; what the plain model raises is raised."""
@@ -341,8 +337,10 @@ class Proof(ABC):
             named = [dict(self.tensors(output)) for output in outputs]
             for path, tensor in named[0].items():
                 found = [_has_nan(output[path]) for output in named if path in output]
-                if all(found) or (tensor.dim() and any(found)):  # A mean over no labels is nan.
-                    source = next((f", as '{name}' has" for name, value in known if _has_nan(value)), "")
+                if not any(found):
+                    continue
+                source = next((f", as '{name}' has" for name, value in known if _has_nan(value)), "")
+                if all(found) or tensor.dim() or source:  # A mean over no labels is nan.
                     text = (
                         f"the output '{path}' has nan in the plain model{source}: every nan is like another, so "
                         "nothing would be compared; give a sample and weights that the model makes numbers of"
@@ -378,7 +376,7 @@ class Proof(ABC):
                     self._seconds = max(self._seconds, time.perf_counter() - begin)
                     roots = self.roots(i, output) if backward else []
                     outputs.append(self.without_graph(output))
-                backward = backward and self._differentiate(roots, stand_ins, "gradients", scale=scale)
+                backward = backward and self._differentiate(roots, stand_ins, scale=scale)
                 del output, roots
             draws, loss = self.draws(), self.sum_losses() if backward else None
             with self.without_modes():
@@ -414,17 +412,16 @@ class Proof(ABC):
             fault = _CHANGES.format("training" if training else "evaluation")
             self.comparison.rows = [row._replace(fault=fault) if row.fault else row for row in self.comparison.rows]
 
-    def with_numbers(self, i: int | None, scale: float | None = None) -> tuple[Any, dict[str, Number]]:
+    def with_numbers(self, i: int | None) -> tuple[Any, dict[str, Number]]:
         """Return the output of the plain model without its graph, and the numbers in it with their gradients.
 
         If there is no number, the gradients are those of the outputs, as a number without a name.
 
         Args:
             i: the micro-batch; None for all rows
-            scale: what backward begins with (default: 1, and for micro-batches `scale_apart`)
         """
         numbers: dict[str, Number] = {}
-        scale = scale or (1.0 if i is None else self.scale_apart)
+        scale = 1.0 if i is None else self.scale_apart
         with self._untouched(), self.running_plain() as stand_ins, self.surround(1):
             with self.draw_as(i or 0):
                 output = self.run_plain(i)
@@ -437,16 +434,13 @@ class Proof(ABC):
                     roots, found = {"": self.roots_of_rows(i, output)}, {"": torch.zeros(())}
             for path, begin in roots.items():
                 gradients = None
-                what = f"gradients of '{path}' of rows together" if path else "gradients of rows together"
-                if begin and self._differentiate(begin, stand_ins, what, keep_graph=path != [*roots][-1]):
+                if begin and self._differentiate(begin, stand_ins, keep_graph=path != [*roots][-1]):
                     gradients = self._gradients(stand_ins)
                 numbers[path] = Number(found[path].detach(), gradients, scale if path else 1.0)
             self._drew = self.draws()
             return self.without_graph(output), numbers
 
-    def _differentiate(
-        self, roots: Roots, stand_ins: Take, what: str, *, scale: int = 1, keep_graph: bool = False
-    ) -> bool:
+    def _differentiate(self, roots: Roots, stand_ins: Take, *, scale: int = 1, keep_graph: bool = False) -> bool:
         """Differentiate from roots, and return whether that was possible: a model that only evaluates may fail."""
         if not roots:
             return True
@@ -461,8 +455,7 @@ class Proof(ABC):
         except Exception as error:
             if ran_out_of_memory(error):
                 raise
-            if not any([reason.startswith("gradients,") for reason in self.comparison.skipped]):
-                self.skip(f"{what}, because the plain model cannot be differentiated ({_quote(error)})")
+            self.skip(f"gradients, because the plain model cannot be differentiated ({_quote(error)})")
             return False
         return True
 
