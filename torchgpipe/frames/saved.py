@@ -6,12 +6,15 @@ Every process lets the model's class save what this process has, into a folder o
     folder/part-1/model.safetensors, config.json   ->   folder/model-00002-of-00002.safetensors
                                                         folder/model.safetensors.index.json, config.json
 
-Then the first process renames the files, and writes the index. Adapters, which have no index, it joins in one file.
+Then the first process links the files to their names, and replaces the index, which is the one file that says which
+weights count: at any moment it names files that are there. What an earlier save has left is removed after that.
+Adapters, which have no index, are joined in one file, which replaces the earlier one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -77,6 +80,7 @@ def _part(folder: Path, rank: int) -> Path:
 def _join(folder: Path, size: int) -> None:
     """Move the files of all parts into the folder."""
     weights: dict[Path, list[Path]] = {}
+    others: dict[Path, Path] = {}
     for part in [_part(folder, rank) for rank in range(size)]:
         for file in sorted(part.rglob("*.*")):
             place = folder / file.relative_to(part)
@@ -87,14 +91,11 @@ def _join(folder: Path, size: int) -> None:
             if file.suffix == ".safetensors":
                 weights.setdefault(place.with_name(_base(file)), []).append(file)
             elif part.name == "part-0" and file.is_file() and not file.name.endswith(".index.json"):
-                place.parent.mkdir(parents=True, exist_ok=True)
-                file.replace(place)
+                others[file] = place
+    for file, place in others.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(place)
     for base, files in weights.items():
-        for old in base.parent.glob(
-            "*.safetensors*"
-        ):  # What an earlier save has left, which from_pretrained might take.
-            if _base(old) == base.name:
-                old.unlink()
         base.parent.mkdir(parents=True, exist_ok=True)
         if base.name.startswith("adapter_model"):
             _join_adapters(base.with_name(f"{base.name}.safetensors"), files)
@@ -106,26 +107,50 @@ def _join(folder: Path, size: int) -> None:
 
 def _base(file: Path) -> str:
     """Return the name of a file of weights without its number and what follows."""
-    return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.[\w.-]*json)?$", "", file.name)
+    return re.sub(r"(-new)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.[\w.-]*json)?$", "", file.name)
 
 
 def _index(base: Path, files: list[Path]) -> None:
-    """Rename files of weights, and write the index that tells which of them has which tensor."""
-    places, total = {}, 0
-    for k, file in enumerate(files):
-        place = base.with_name(f"{base.name}-{k + 1:05}-of-{len(files):05}.safetensors")
+    """Give files of weights their names, and replace the index that tells which of them has which tensor.
+
+    While the index names files of an earlier save under the same names, the new ones get others first.
+    """
+    index = base.with_name(f"{base.name}.safetensors.index.json")
+    numbers = [f"-{k + 1:05}-of-{len(files):05}.safetensors" for k in range(len(files))]
+    names = [f"{base.name}{number}" for number in numbers]
+    used = {*json.loads(index.read_text())["weight_map"].values()} if index.exists() else set()
+    if used & {*names}:
+        files = _put(index, files, [f"{base.name}-new{number}" for number in numbers])
+    _put(index, files, names)
+
+
+def _put(index: Path, files: list[Path], names: list[str]) -> list[Path]:
+    """Link files to names, let the index name them, remove what it has named before, and return the new paths."""
+    places, total = [index.with_name(name) for name in names], 0
+    tensors: dict[str, str] = {}
+    for file, place in zip(files, places):
+        place.unlink(missing_ok=True)
+        try:
+            os.link(file, place)
+        except OSError:  # A file system without links.
+            shutil.copyfile(file, place)
         with file.open("rb") as opened:  # A file begins with the length of its header, which is JSON.
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         header.pop("__metadata__", None)
-        places.update(dict.fromkeys(header, place.name))
+        tensors.update(dict.fromkeys(header, place.name))
         total += max([entry["data_offsets"][1] for entry in header.values()], default=0)
-        file.replace(place)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    base.with_name(f"{base.name}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    new = files[0].with_name("index")
+    new.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": tensors}, indent=2, sort_keys=True))
+    new.replace(index)
+    for old in index.parent.glob("*.safetensors*"):
+        if _base(old) == _base(index) and old not in (index, *places):
+            old.unlink()
+    return places
 
 
 def _join_adapters(place: Path, files: list[Path]) -> None:
     from safetensors.torch import load_file, save_file
 
-    tensors = [pair for file in files for pair in load_file(file).items()]
-    save_file({name: value for name, value in tensors if value.numel()}, place, {"format": "pt"})
+    tensors, new = [pair for file in files for pair in load_file(file).items()], files[0].with_name("joined")
+    save_file({name: value for name, value in tensors if value.numel()}, new, {"format": "pt"})
+    new.replace(place)
