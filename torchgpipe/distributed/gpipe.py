@@ -11,7 +11,6 @@ A step, in every process:
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -318,10 +317,17 @@ class DistributedGPipe(nn.Module):
         program = part_of_program(
             self._schedule, m, tuple(processes.owners), processes.rank, None if order is None else tuple(order)
         )
-        settings = self._schedule, self._balance, self._chunks, self._checkpoint, order
-        checksum = zlib.crc32(str(settings).encode(), checksum)
+        alike = {
+            "another balance: measure it in one process, and send it to the others": self._balance,
+            "another schedule": self._schedule,
+            "other chunks": self._chunks,
+            "another checkpoint mode": self._checkpoint,
+            "another order= of its micro-batches": order,
+            "arguments of other shapes, another model, mode or grad mode, or other parameters frozen: freeze by "
+            "requires_grad_() of a module, as model.parameters() are those of one process": checksum,
+        }
         # Whether the layers draw is known for the modes of all processes together. Seeds go from the first one on.
-        modes, ending.total = processes.agree(checksum, hash((modes_of(self), self._surprises)), ending.total)
+        modes, ending.total = processes.agree(alike, hash((modes_of(self), self._surprises)), ending.total)
         numbers = RandomNumbers(self, [self.device], tuple(modes))
         stop = checkpoint_stop(self._checkpoint, m) if training else 0
         with mini_batch(m):

@@ -96,7 +96,7 @@ class RemoteMicroBatches(MicroBatches):
         """See `MicroBatches.run`; all processes know the same of what the model draws from."""
         executor.run(agenda, self.ambient)
         if not self._random_numbers.is_known:
-            for drawn in self._processes.gather(self._random_numbers.drawn, "what the layers draw from"):
+            for drawn in self._processes.gather(tuple(self._random_numbers.drawn), "what the layers draw from"):
                 self._random_numbers.also(Draws(*drawn))
         self._end()
 

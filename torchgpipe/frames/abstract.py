@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from torchgpipe.model.values import container, copied, each, is_cache, mapped
+from torchgpipe.model.values import container, copied, each, is_cache, mapped, walk
 from torchgpipe.processes.stand_in import Form, StandIn, describe, form_of
+from torchgpipe.processes.wire import register, see_class
 
-__all__ = ["Abstract", "abstracted", "described", "leaves_of", "values_told", "without_devices"]
+__all__ = ["Abstract", "abstracted", "described", "leaves_of", "see", "values_told", "without_devices"]
 
 _PLAIN = (int, float, str, bool, type(None), complex, torch.dtype, torch.device, torch.Size, type(Ellipsis), slice)
 
 
+@register
 class _Leaf(NamedTuple):
     """A tensor in a value.
 
@@ -34,6 +36,7 @@ class _Leaf(NamedTuple):
     number: int
 
 
+@register
 class Abstract(NamedTuple):
     """A value with empty tensors, and what they stand for.
 
@@ -67,6 +70,7 @@ def _here(form: Form, device: torch.device) -> Form:
 
 def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
     """Return a value without its tensors' values; those that are among ``arguments`` are known by their numbers."""
+    see(value)
     tensors = [tensor for _, tensor in each(value, objects=True)]
     leaves, known = leaves_of(tensors, arguments), set(map(id, tensors))
     # What is within caches is of no use elsewhere.
@@ -74,6 +78,13 @@ def abstracted(value: Any, arguments: Sequence[Tensor] = ()) -> Abstract:
         copied(value), lambda tensor: torch.empty(0) if id(tensor) in known else None, caches=True, objects=True
     )
     return Abstract(empty, leaves)
+
+
+def see(value: Any) -> None:
+    """Note the classes of the containers in a value, so that other processes can tell values of these classes."""
+    for _, item in walk(value, objects=True):
+        if container(item, caches=True, objects=True) is not None:
+            see_class(type(item))
 
 
 def leaves_of(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[_Leaf]:

@@ -74,7 +74,8 @@ def arrange(
         raise ValueError(_too_short(spine, n))
     counts = _counts(module, spine, n, balance)
     if processes is not None:  # Which measure other times.
-        counts = processes.agreed(counts, [part.name for part in spine])
+        processes.verify_alike({"model": [part.name for part in spine]}, "the partitions")
+        counts = processes.tell_all(counts, 0, "the partitions")
     rest = iter(spine)
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)

@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -56,6 +56,9 @@ M = TypeVar("M", bound=nn.Module)
 
 #: How many partitions a device has under ``offload``, unless ``partitions`` says it.
 _PARTITIONS_EACH = 8
+
+#: The arguments that must be the same in all processes.
+_ALIKE = ["chunks", "partitions", "balance", "schedule", "checkpoint", "no_chunk", "reduce", "verify", "gather"]
 
 
 def pipelined(
@@ -249,7 +252,10 @@ def _pipelined(
     with nullcontext() if processes is None else processes.all_together("the study of the sample"):
         if processes is not None:
             given = [arguments] if window is None else [*map(arguments_of, window)]
-            processes.verify_alike(checksum_of_values(given), "another sample than this process: give the same in all")
+            own = locals()
+            alike = {name: own[name] for name in _ALIKE}
+            alike = {name: repr(sorted(one) if isinstance(one, Set) else one) for name, one in alike.items()}
+            processes.verify_alike({**alike, "sample": checksum_of_values(given)})
         settings = arrange(
             module,
             arguments,

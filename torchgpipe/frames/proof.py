@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -100,9 +100,9 @@ class FramesProof(PlainSide):
 
     def _take_rows(self, processes: Processes) -> None:
         """Take the rows of all processes, each of which has compared its own gradients and buffers."""
-        told = processes.gather((self.comparison.rows, self.comparison.skipped), "the end of the proof")
+        told = processes.gather(([*map(list, self.comparison.rows)], self.comparison.skipped), "the end of the proof")
         rows: dict[str, Compared] = {}
-        for row in chain(*[rows_of_one for rows_of_one, _ in told]):
+        for row in starmap(Compared, chain(*[rows_of_one for rows_of_one, _ in told])):
             if row.name not in rows or row.fault:
                 rows[row.name] = row
         self.comparison.rows = [*rows.values()]

@@ -6,7 +6,6 @@ hooks inside see, that process publishes when the module first gets arguments of
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,17 +21,19 @@ from torchgpipe.frames.hooked import HookedCalls, show_calls
 from torchgpipe.frames.kept import KeptAttributes, Place, put_values, values_of
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import container, is_cache, mapped, refill, walk
-from torchgpipe.processes.messages import shift_of
+from torchgpipe.processes.elements import shift_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import Form, StandIn
+from torchgpipe.processes.wire import register
 
 __all__ = ["RemoteDoors", "can_change"]
 
 
-#: The most calls that are remembered.
-_MOST = 10_000
+#: The most calls, and places of crossings, that are remembered, and the most calls that are in the store.
+_MOST, _MOST_STORED = 10_000, 2_000
 
 
+@register
 class _Effect(NamedTuple):
     """What a call of a module does, as far as other processes need to know it.
 
@@ -85,8 +86,8 @@ class RemoteDoors:
         #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
         self._hooks: dict[Door, list[dict[int, Any]]] = {}
         #: The strides in which tensors cross, by their places: fake tensors do not know those of every convolution; and
-        #: the shift, see `shift_of`.
-        self._strides: dict[Any, tuple[tuple[int, ...], int]] = {}
+        #: the shift, see `shift_of`. All processes know the same places, and so forget them in the same mini-batch.
+        self._strides: dict[Any, tuple[tuple[int, ...], int] | None] = {}
         #: What modules of other processes do.
         self._known: dict[Any, _Effect] = {}
         #: Of modules of this process, what others may have been told, and what tells that from all else: the forms that
@@ -96,29 +97,40 @@ class RemoteDoors:
         self._attributes: dict[str, set[Place]] = {}
 
     def use(self, modes: int) -> None:
-        """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
+        """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained.
+
+        All processes have ended the mini-batch before, so nobody waits for what is forgotten here.
+        """
         self._modes, self._hooks = modes, {}
+        if len(self._strides) > _MOST:
+            self._strides.clear()
+        if len(self._published) > _MOST_STORED:
+            for key in self._published:
+                self._processes.withdraw(_word_of(key))
+            self._published.clear()
 
     def place(self, *place: Any) -> Any:
         """Return what stands for the place of a crossing in mini-batches of this kind."""
+        self._strides.setdefault((self._modes, *place))
         return self._modes, *place
 
     def lay_out(self, tensor: Tensor, place: Any, target: int, tag: int) -> Tensor:
         """Return a tensor with the strides of its place, which are sent the first time, with its shift."""
-        if place not in self._strides:
-            self._strides[place] = tensor.stride(), shift_of(tensor)
-            self._processes.messages.send_numbers([*tensor.stride(), shift_of(tensor)], target, tag)
-        stride, _ = self._strides[place]
+        known = self._strides[place]
+        if known is None:
+            known = self._strides[place] = tensor.stride(), shift_of(tensor)
+            self._processes.messages.tell(known, [target], tag)
+        stride, _ = known
         if stride == tensor.stride():
             return tensor
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
     def find_strides(self, form: Form, place: Any, source: int, tag: int) -> tuple[Form, int]:
         """Return a form with the strides of its place, and the shift; both are received the first time."""
-        if place not in self._strides:
-            numbers = self._processes.messages.receive_numbers(len(form.shape) + 1, source, tag)
-            self._strides[place] = tuple(numbers[:-1]), numbers[-1]
-        stride, shift = self._strides[place]
+        known = self._strides[place]
+        if known is None:
+            known = self._strides[place] = self._processes.messages.hear(source, tag)
+        stride, shift = known
         return form._replace(stride=stride), shift
 
     def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
@@ -180,8 +192,6 @@ class RemoteDoors:
             places = self._attributes.setdefault(door.name, set())
             places.update(attributes.set_since())
             forms = abstracted((output, hooked.seen, values_of(door.module, sorted(places)), arguments), given)
-            if len(self._published) >= _MOST:
-                self._published.clear()
             effect = _Effect(forms, hooked.names, changed, sorted(places))
         else:
             effect, _ = self._published[key]
@@ -189,7 +199,7 @@ class RemoteDoors:
         returned = described((output, kept, arguments), [])
         if attributes is not None:
             self._published[key] = effect, returned
-            self._processes.publish(_word_of(key), pickle.dumps(effect))
+            self._processes.publish(_word_of(key), effect)
         leaves = effect.forms.leaves[: len(tensors)]
         if returned != self._published[key][1] or leaves_of(tensors, given) != leaves:
             now = "has changed a list or a dict that it was given" if is_filled else f"returns {_shown(output)}"
@@ -250,7 +260,7 @@ class RemoteDoors:
 
     def _look_up(self, door: Door, key: Any) -> _Effect:
         """Return what the process of a module has published."""
-        found: _Effect = pickle.loads(self._processes.look_up(_word_of(key), f"the shapes that '{door.name}' returns"))
+        found: _Effect = self._processes.look_up(_word_of(key), f"the shapes that '{door.name}' returns")
         return found
 
 

@@ -35,6 +35,7 @@ from torchgpipe.devices.torch_internals import (
     versions,
     without_function_mode,
 )
+from torchgpipe.frames.abstract import see
 from torchgpipe.frames.glue import changes_in_place
 from torchgpipe.frames.layout import Part
 from torchgpipe.frames.twin import may_have_twin
@@ -264,8 +265,11 @@ def trace(
             try:
                 if child in compiled:
                     with without_function_mode(lambda mode: mode is uses):
-                        return (inner or plain_call(child))(*args, **kwargs)
-                return plain_call(child)(*args, **kwargs)
+                        output = (inner or plain_call(child))(*args, **kwargs)
+                else:
+                    output = plain_call(child)(*args, **kwargs)
+                see((args, kwargs, output))
+                return output
             finally:
                 call.seconds = time.perf_counter() - begin
                 uses.now += 1

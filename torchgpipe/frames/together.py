@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.remote_doors import RemoteDoors
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
 from torchgpipe.frames.weights import add_shared, users_of
+from torchgpipe.model.given import order_of
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.random_numbers import Draws, RandomNumbers
@@ -42,8 +44,6 @@ class Together:
         self.doors = RemoteDoors(processes, settings)
         self.users: dict[Tensor, frozenset[int]] = {}
         self.buffers: dict[int, tuple[Tensor, int]] = {}
-        #: What a mini-batch is like, as a number that is the same in all processes.
-        self._checksums: dict[Any, int] = {}
 
     def find_users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
         """Note and return the columns that use each parameter of a model, which may have got others."""
@@ -83,26 +83,22 @@ class Together:
                 f"the argument '{needing[0]}' requires grad, which only one of several processes could give it; "
                 "compute it in a module of the model, or pass detach()"
             )
-        of_modes, of_weights = self._checksum(modes), self._checksum(trained)
-        shapes = described([*map(tuple, parts)], [])
-        checksums = {
-            "another schedule, chunks or grad mode": self._checksum((kind, *batch.sizes, torch.is_grad_enabled())),
-            "arguments of other shapes or dtypes, or other numbers": self._checksum(shapes),
+        of_modes, of_weights = _checksum(modes), _checksum(trained)
+        alike = {
+            "another schedule": kind,
+            "other chunks, or another number of rows": [*batch.sizes],
+            "another order= of its micro-batches": order_of(batch.window),
+            "another grad mode": torch.is_grad_enabled(),
+            "arguments of other shapes or dtypes, or other numbers": _checksum(described([*map(tuple, parts)], [])),
             "other values in its arguments: seed what shuffles and draws them alike": checksum_of_values(parts),
             "other modules, or other ones in train() or eval()": of_modes,
             "parameters of another dtype, or frozen: freeze by requires_grad_() of a module, as model.parameters() are "
             "those of one process": of_weights,
-            "layers that draw random numbers, or none": self._checksum(numbers.follows),
+            "layers that draw random numbers, or none": [*numbers.follows],
         }
-        checksum = zlib.crc32(repr([*checksums.values()]).encode())
-        (seed, *_), _ = self.processes.agree(checksum, numbers.seed, 1.0, parts=checksums)
+        (seed, *_), _ = self.processes.agree(alike, numbers.seed, 1.0)
         numbers.begin_with(seed)
-        self.doors.use(self._checksum((of_modes, of_weights)))
-
-    def _checksum(self, key: Any) -> int:
-        if key not in self._checksums:
-            self._checksums[key] = zlib.crc32(without_devices(repr(key)).encode())
-        return self._checksums[key]
+        self.doors.use(_checksum((of_modes, of_weights)))
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:
         """Add up the gradients of parameters that several processes have."""
@@ -116,7 +112,7 @@ class Together:
         """
         numbers, processes = mini_batch.random_numbers, self.processes
         log = repr(mini_batch.crossings)
-        rows = processes.gather((zlib.crc32(log.encode()), numbers.drawn, told), "the end of the mini-batch")
+        rows = processes.gather((zlib.crc32(log.encode()), tuple(numbers.drawn), told), "the end of the mini-batch")
         if len({row[0] for row in rows}) > 1:
             logs = processes.gather(mini_batch.crossings, "what has crossed")
             raise RuntimeError(_difference(logs))
@@ -137,6 +133,12 @@ class Together:
             forms.made((), last, self.settings.devices[last]),
             lambda stand_in: stand_in if (value := next(tensors)) is None else value.to(stand_in.device),
         )
+
+
+@lru_cache(maxsize=1024)
+def _checksum(key: Any) -> int:
+    """Return a number that stands for what a mini-batch is like, the same in all processes."""
+    return zlib.crc32(without_devices(repr(key)).encode())
 
 
 def checksum_of_values(parts: Iterable[Any]) -> int:

@@ -101,7 +101,7 @@ def python_random_states() -> tuple[Any, Any]:
     if numpy is None:
         return random.getstate(), None
     kind, keys, *others = numpy.random.get_state()
-    return random.getstate(), (kind, tuple(keys), *others)
+    return random.getstate(), (kind, tuple(keys.tolist()), *others)
 
 
 def set_python_random_states(states: tuple[Any, Any]) -> None:

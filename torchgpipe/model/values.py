@@ -238,9 +238,11 @@ def refill(value: Any, told: Any) -> None:
             item = given.get(key)
             if item is None or isinstance(other, (Tensor, *_PLAIN, tuple)):
                 continue
-            if type(item) is type(other) or container(other, objects=True) is None:
+            if type(item) is type(other):
                 refill(item, other)
-                kept[id(other)] = item
+            elif container(other, objects=True) is not None:
+                continue
+            kept[id(other)] = item
         _Copy(value, told, given, kept).hand_over()
 
 

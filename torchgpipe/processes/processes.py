@@ -7,12 +7,10 @@ process that fails later closes its connections, by which those that wait for it
 
 from __future__ import annotations
 
-import pickle
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,11 +23,15 @@ from torchgpipe.devices.torch_internals import default_store, named_group, timeo
 from torchgpipe.processes.messages import Messages
 from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.tags import NUMBERS, tag_of
+from torchgpipe.processes.wire import in_two, pack, size_of_rest, unpack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["OthersFail", "Processes"]
+
+#: How long a process waits in the store before it looks whether others have failed.
+_LOOK = timedelta(seconds=2)
 
 #: How many groups this process has made of each group of a mesh.
 _counts: Counter[str] = Counter()
@@ -125,13 +127,12 @@ class Processes:
     # --------------------------------------------------------------------------------------------------- before a step
 
     def agree(
-        self, checksum: int, number: int, weight: float, *, failed: bool = False, parts: Mapping[str, int] | None = None
+        self, parts: Mapping[str, Any], number: int, weight: float, *, failed: bool = False
     ) -> tuple[list[int], float]:
         """Wait until all processes are ready for the same step.
 
         Args:
-            checksum: a number that is equal for equal steps
-            parts: the numbers that it is made of, by what they tell of, for the error
+            parts: what must be equal in all processes, by what the error says of the others where it is not
             number: a number to tell the others, such as a seed
             weight: the weight of the mini-batch; that of the last column's process counts
             failed: whether this process could not prepare the step. The caller raises the error that says why.
@@ -145,16 +146,12 @@ class Processes:
         self._verify_open()
         self.step += 1
         self._phase = "has agreed"
-        (bits,) = struct.unpack("q", struct.pack("d", weight))
-        mine = torch.tensor([int(failed), checksum, number, bits])
-        replies = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.exchanging("whether all are ready"):
-            dist.all_gather(replies, mine, group=self._group)
-        rows = torch.stack(replies).tolist()
+        own = [*parts.values()]
+        rows = self.gather([failed, own, number, weight], "whether all are ready")
         refused = [rank for rank, row in enumerate(rows) if row[0]]
-        others = [rank for rank, row in enumerate(rows) if row[1] != checksum]
-        (total,) = struct.unpack("d", struct.pack("q", rows[self.last if self.owners else 0][3]))
-        together = torch.tensor([len(refused) + len(others), total], dtype=torch.float64)
+        others = [rank for rank, row in enumerate(rows) if not row[0] and row[1] != own]
+        weight = rows[self.last if self.owners else 0][3]
+        together = torch.tensor([len(refused) + len(others), weight], dtype=torch.float64)
         self.add_replicas(together, "whether all replicas are ready")
         faults, total = map(float, together.tolist())
         if failed or not faults:
@@ -164,63 +161,48 @@ class Processes:
             raise RuntimeError(
                 f"rank {self._ranks(refused)} could not prepare the step, and says why; nothing was sent"
             )
-        if others and parts is not None:
-            first = next(other for rank, other in enumerate(self.gather(parts, "what differs")) if rank in others)
-            differing = [what for what in parts if first[what] != parts[what]]
+        if others:
+            differing = [what for what, theirs, mine in zip(parts, rows[others[0]][1], own) if theirs != mine]
             raise RuntimeError(
                 f"rank {self._ranks(others)} prepares another step: it has {'; '.join(differing)}. Nothing was sent"
-            )
-        if others:
-            raise RuntimeError(
-                f"rank {self._ranks(others)} prepares another step: the model, the balance, the schedule, chunks, "
-                "checkpoint, the shapes of the arguments, train() or eval(), grad mode, and dtypes and requires_grad "
-                "of parameters must be the same in all processes; measure a balance in one process and send it to the "
-                "others, and freeze by requires_grad_() of a module, as model.parameters() are those of one process. "
-                "Nothing was sent"
             )
         raise RuntimeError("another replica could not prepare the step, and says why; nothing was sent")
 
     # -------------------------------------------------------------------------------------------- all processes at once
 
-    def agreed(self, value: Any, key: Any) -> Any:
-        """Return what the first process gives.
+    def verify_alike(self, given: Mapping[str, Any], where: str = "the comparison of what all are given") -> None:
+        """Verify that all processes are given the same; ``where`` names the place, see `meet`.
 
         Raises:
-            ValueError: another process has another key.
+            ValueError: another process is given something else; the error names it.
         """
-        self.meet("the partitions")
-        rows = self.gather((value, key), "the partitions")
-        others = [rank for rank, row in enumerate(rows) if row[1] != key]
-        if others:
-            raise ValueError(
-                f"rank {self._ranks(others)} has another model than this process: its modules are "
-                f"{rows[others[0]][1]}, and here {key}; make the same model in every process"
-            )
-        return rows[0][0]
-
-    def verify_alike(self, key: Any, what: str) -> None:
-        """Raise an error that says ``what`` other processes have, if their key is another one.
-
-        Raises:
-            ValueError: another process has another key.
-        """
-        where = "the comparison of what all are given"
         self.meet(where)
-        others = [rank for rank, other in enumerate(self.gather(key, where)) if other != key]
-        if others:
-            raise ValueError(f"{self.place}: rank {self._ranks(others)} has {what}")
+        for rank, other in enumerate(self.gather(dict(given), where)):
+            for name in given:
+                if other[name] != given[name]:
+                    raise ValueError(
+                        f"{self.place}: rank {self._ranks([rank])} has another {name} than this process, "
+                        f"{other[name]!r} and here {given[name]!r}: give the same in all processes"
+                    )
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return what all processes give, by rank.
 
         Args:
-            value: what this process gives; it can be pickled
+            value: what this process gives; see `pack`
             what: names it, for errors
         """
-        values: list[Any] = [None] * self.size
+        first, rest = in_two(value)
         with self.exchanging(what):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            rows = self._gathered(first)
+            longest = max(map(size_of_rest, rows))
+            rests = self._gathered(torch.cat([rest, rest.new_empty(longest - len(rest))])) if longest else rows
+            return [unpack(torch.cat(parts)) for parts in zip(rows, rests)]
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(rows, tensor, group=self._group)
+        return rows
 
     def meet(self, where: str, fault: BaseException | None = None) -> None:
         """Wait until all processes come to the same place, in what all of them do alike; see `all_together`.
@@ -245,7 +227,7 @@ class Processes:
                     f"{self.place} has come to {where}, and rank {self._ranks([rank])} to {word}: what the model runs "
                     "must be the same in all processes, so it may depend on no rank, time, or order of a set"
                 )
-                self._close(RuntimeError(self._lost_others))  # They may be in different blocks.
+                self.fail(RuntimeError(self._lost_others))  # They may be in different blocks.
                 raise OthersFail(self._lost_others)
 
     @contextmanager
@@ -292,12 +274,15 @@ class Processes:
                 tensor.detach().copy_(on_host)
 
     def tell_all(self, value: Any, source: int, what: str) -> Any:
-        """Return what ``source`` tells, which can be pickled, when all have come there; see `meet`."""
-        told = [pickle.dumps(value) if self.rank == source else b""]  # Before all meet, as it may fail.
+        """Return what ``source`` tells, see `pack`, when all have come there; see `meet`."""
+        first, rest = in_two(value if self.rank == source else None)  # Before all meet, as it may fail.
         self.meet(what)
         with self.exchanging(what, [source]):
-            dist.broadcast_object_list(told, group=self._group, group_src=source)
-        return value if self.rank == source else pickle.loads(told[0])
+            dist.broadcast(first, group=self._group, group_src=source)
+            rest = rest if self.rank == source else first.new_empty(size_of_rest(first))
+            if len(rest):
+                dist.broadcast(rest, group=self._group, group_src=source)
+            return value if self.rank == source else unpack(torch.cat([first, rest]))
 
     def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
         """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere. See `meet`."""
@@ -323,22 +308,28 @@ class Processes:
                 dist.broadcast(values, group=self.replica_group, group_src=0)
                 tensor.detach().copy_(values)
 
-    def publish(self, key: str, value: bytes) -> None:
-        """Let other processes look up a value; nobody waits."""
-        self._store.set(f"{self._prefix}/{key}", value)
+    def publish(self, word: str, value: Any) -> None:
+        """Let other processes look up a value, see `pack`; nobody waits."""
+        self._store.set(f"{self._prefix}/{word}", pack(value).numpy().tobytes())
 
-    def look_up(self, key: str, what: str) -> bytes:
+    def withdraw(self, word: str) -> None:
+        """Remove from the store what was published."""
+        self._store.delete_key(f"{self._prefix}/{word}")
+
+    def look_up(self, word: str, what: str) -> Any:
         """Return a value that another process publishes, and wait for it."""
-        begin = time.monotonic()
+        key, end = f"{self._prefix}/{word}", time.monotonic() + self._timeout.total_seconds()
         with self.exchanging(what):
-            while not self._store.check([f"{self._prefix}/{key}"]):
+            # A connection of its own, as whoever waits in a store keeps all others from it.
+            store = self._store if self._store.check([key]) else self._store.clone()
+            while not store.check([key]):
                 if self._failures():
                     raise RuntimeError("it has failed")
-                if time.monotonic() - begin > self._timeout.total_seconds():
+                if time.monotonic() > end:
                     raise RuntimeError(f"nothing came within {self._timeout}")
-                time.sleep(0.001)
-            value: bytes = self._store.get(f"{self._prefix}/{key}")
-            return value
+                with suppress(RuntimeError):  # Nothing has come so far.
+                    store.wait([key], _LOOK)
+            return unpack(store.get(key))
 
     def take_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
         """Take over the states of generators behind the column before ``j``, if that is in another process.
@@ -386,9 +377,9 @@ class Processes:
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}{where}")
             if self._phase == "prepares" and not self._closed:
-                self.agree(0, 0, 0.0, failed=True)
+                self.agree({}, 0, 0.0, failed=True)
             elif self._phase == "runs":
-                self._close(error)
+                self.fail(error)
             raise
 
     def _verify_open(self) -> None:
@@ -413,27 +404,26 @@ class Processes:
             self.messages.flush()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others of an error that they do not have, wherever they wait for this process."""
-        if not self._closed:
-            self._close(error)
-
-    def _close(self, error: BaseException) -> None:
+        """Close the connections, and tell the others of an error, wherever they wait for this process."""
+        if self._closed:
+            return
         self._closed = f"{type(error).__name__}: {error}"[:500]
         with suppress(RuntimeError):  # The store may be in a process that has ended.
             self._store.set(f"{self._prefix}/failed/{self.rank}", self._closed)
-        self.messages.forget()
+        del self.messages  # With all that was to be sent and received.
         for group in (self._group, self.replica_group):
             if group is not None:
                 dist.destroy_process_group(group)
-        del self._group, self.messages
+        del self._group
 
     @contextmanager
-    def exchanging(self, what: str, peers: Sequence[int] | None = None) -> Iterator[None]:
+    def exchanging(self, what: str, peers: Sequence[int] | None = None, group: Any = None) -> Iterator[None]:
         """Name this process and its peers in errors of an exchange.
 
         Args:
             what: names what this process waits for
-            peers: the ranks in the pipeline that should send it; all others if None
+            peers: the ranks that should send it; all others if None
+            group: what the ranks are in, if not the pipeline
         """
         self._verify_open()
         try:
@@ -441,17 +431,13 @@ class Processes:
         except RuntimeError as error:
             if hasattr(error, "__notes__"):  # It was told where this is from: of what has gone on meanwhile.
                 raise
-            self._lost(error, what, self._ranks(self.others if peers is None else peers))
+            group = group or self._group
+            others = peers or [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+            self._lost(error, what, self._ranks(others, group))
 
-    @contextmanager
-    def exchanging_with_replicas(self, what: str) -> Iterator[None]:
+    def exchanging_with_replicas(self, what: str) -> AbstractContextManager[None]:
         """See `exchanging`; the peers are the processes with the same columns in other replicas."""
-        self._verify_open()
-        try:
-            yield
-        except RuntimeError as error:
-            others = [rank for rank in dist.get_process_group_ranks(self.replica_group) if rank != dist.get_rank()]
-            self._lost(error, what, ", ".join(map(str, others)))
+        return self.exchanging(what, group=self.replica_group)
 
     def _lost(self, error: Exception, what: str, ranks: str) -> NoReturn:
         why = "; ".join(self._failures()) or error
@@ -471,6 +457,6 @@ class Processes:
         except RuntimeError:  # The store was in a process that has ended.
             return []
 
-    def _ranks(self, ranks: Sequence[int]) -> str:
-        """Return ranks of the pipeline as those of all processes, as text."""
-        return ", ".join([str(dist.get_global_rank(self._group, rank)) for rank in ranks])
+    def _ranks(self, ranks: Sequence[int], group: Any = None) -> str:
+        """Return ranks of a group, of the pipeline by default, as those of all processes, as text."""
+        return ", ".join([str(dist.get_global_rank(group or self._group, rank)) for rank in ranks])
