@@ -262,7 +262,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: stepped(loss_fn=lambda a, b: (F.mse_loss(a, b), a, b)), "or a pair of this loss and other values, but it"),
     (
         lambda: stepped(loss_fn=lambda a, b: F.mse_loss(a, b) if torch.equal(b, data()[1][:2]) else scored(a, b)),
-        "loss_fn returned .* return the same structure for each",
+        "loss_fn returned None .* return the same structure for each",
     ),
 ]
 

@@ -231,16 +231,6 @@ def test_what_cannot_be_split_waits_for_what_earlier_micro_batches_have_left(sch
         assert torch.equal(gradients(model)[name], grad), name  # type: ignore[arg-type]
 
 
-@pytest.mark.late
-def test_a_gpipe_says_what_takes_packed_sequences_on_accelerators() -> None:
-    """All tensors of a value go to the device of a partition, and one of a packed sequence must not."""
-    layers = nn.Sequential(nn.RNN(WIDTH, WIDTH), nn.Identity()).double()
-    model = GPipe(layers, [1, 1], devices=["late:0", "late:1"])
-    with pytest.raises(ValueError, match="batch_sizes") as caught:
-        model(MicroBatches([packed(2)[0]]))
-    assert "or use torchgpipe.pipelined" in caught.value.__notes__[0]
-
-
 def test_a_module_of_the_spine_may_be_called_within_one_that_is_recomputed() -> None:
     """A bug: under offload with one partition, the inner call at backward was taken for one from outside of the model.
 

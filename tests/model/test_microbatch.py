@@ -112,7 +112,7 @@ def test_windows_of_a_loader_come_again_and_have_a_length() -> None:
     for _ in range(2):
         assert [[*window] for window in grouped] == [loader[:2], loader[2:4], loader[4:]]
     assert [len(window) for window in windows(iter(loader), 4)] == [4, 1]
-    with pytest.raises(ValueError, match="one batch or more, but got size=0"):
+    with pytest.raises(ValueError, match="size must be positive integer, but got 0"):
         windows(loader, 0)
 
 

@@ -67,7 +67,7 @@ class Cache:
 
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
-    (lambda: windows([], "2"), TypeError, "size must be an integer, but got '2'"),  # type: ignore[arg-type]
+    (lambda: windows([], "2"), TypeError, "size must be positive integer, but got '2'"),  # type: ignore[arg-type]
     (lambda: MicroBatches(3), TypeError, "takes a list of batches, but got one int"),  # type: ignore[arg-type]
     (lambda: MicroBatches([1], weights=["a"]), TypeError, r"must be a list of numbers, .* but got \['a'\]"),
     (lambda: MicroBatches.of_sequence({"input_ids": torch.ones(1, 4)}, "3", Cache()), TypeError, "chunks must be an"),

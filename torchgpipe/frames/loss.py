@@ -10,11 +10,10 @@ from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.numbers import compute_weights, find_rule, share, verify_seen
-from torchgpipe.frames.outputs import Kinds, join, own_loss
+from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import NO_LOSS_FUNCTION, Losses
 from torchgpipe.model.loss_proof import LossProof
-from torchgpipe.model.values import each
 from torchgpipe.processes.processes import Processes
 
 __all__ = ["MicroBatchLoss"]
@@ -102,7 +101,7 @@ class MicroBatchLoss(Losses):
         """Return the loss, and what else the loss function has returned, joined.
 
         Raises:
-            TypeError, ValueError: other values cannot be joined, or the proof of the loss function fails.
+            TypeError, ValueError: as `values`.
         """
 
         def together(outputs: list[Any], numbers: list[int]) -> Any:
@@ -114,17 +113,5 @@ class MicroBatchLoss(Losses):
 
             return join(outputs, [self._sizes[i] for i in numbers], self._kinds, scalar)
 
-        self._prove(together)
-        values = self._joined_values(self._join_values)
+        values = self.values(together)
         return (self.sum(), *values) if values else self.sum()
-
-    def _join_values(self, values: list[Any]) -> Any:
-        # Along dimension 0, as a GPipe does: nothing tells whether the rows of a matrix are those of the batch.
-        kinds: Kinds = {path: 0 for path, tensor in each(values[0]) if tensor.dim()}
-        try:
-            return join(values, self._sizes, kinds, lambda _, numbers: torch.stack(list(numbers)))
-        except (TypeError, ValueError) as error:
-            raise type(error)(
-                f"what loss_fn returns beside the loss is joined along dimension 0, but "
-                f"{str(error).partition(';')[0]}; return tensors, all but dimension 0 of one shape"
-            ) from None

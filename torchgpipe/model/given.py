@@ -159,9 +159,7 @@ class windows:
     """
 
     def __init__(self, batches: Iterable[Any], size: int) -> None:
-        if verify_number("size", size) < 1:
-            raise ValueError(f"a window has one batch or more, but got size={size}")
-        self._batches, self._size = batches, size
+        self._batches, self._size = batches, verify_number("size", size, positive=True)
 
     def __iter__(self) -> Iterator[MicroBatches]:
         batches = iter(self._batches)

@@ -147,8 +147,7 @@ class Losses:
     def _parts(self, picks: Sequence[Sequence[int]], to_device: Callable[[Tensor], Tensor]) -> list[Any]:
         """Return parts of the target, given for each the micro-batches that it belongs to."""
         if isinstance(self._target, MicroBatches):
-            parts = [mapped(self._target[i], to_device) for pick in picks for i in pick]
-            return [_join_parts(parts) if len(pick) > 1 else part for pick, part in zip(picks, parts)]
+            return [_join_parts([mapped(self._target[i], to_device) for i in pick]) for pick in picks]
         sizes, rows, whole = list(self._sizes), sum(self._sizes), self._whole
 
         def divide(value: Any, _path: str) -> list[Any] | None:
@@ -163,7 +162,7 @@ class Losses:
                     "in NoChunk what every micro-batch gets whole, or give GPipe or pipelined no_chunk=['target']"
                 )
             parts = split_rows(mapped(value, to_device), sizes)
-            return [parts[pick[0]] if len(pick) == 1 else _join_parts([parts[i] for i in pick]) for pick in picks]
+            return [_join_parts([parts[i] for i in pick]) for pick in picks]
 
         return spread(self._target, divide, len(picks))
 
@@ -236,28 +235,32 @@ class Losses:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
         return functools.reduce(torch.add, [share for _, share in sorted(self._shares.items())])
 
-    def values(self) -> tuple[Any, ...]:
+    def values(self, join: Callable[[list[Any], list[int]], Any] | None = None) -> tuple[Any, ...]:
         """Return what the loss function has returned beside the loss, gathered along dimension 0; () if nothing.
 
         If the caller gives the micro-batches, that is a list with the values of each.
 
+        Args:
+            join: joins the outputs of micro-batches for the proof, given these and their numbers (default: gathers)
+
         Raises:
             TypeError, ValueError: values cannot be gathered, or the proof of the loss function fails.
         """
-        self._prove(lambda outputs, _: gather([Batch.of(output, "the last layer") for output in outputs]))
-        return self._joined_values(
-            lambda values: gather([Batch.of(mapped(one, torch.atleast_1d), _VALUES) for one in values], "loss_fn")
-        )
-
-    def _joined_values(self, join: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
+        self._prove(join or (lambda outputs, _: _gathered(outputs, "the last layer")))
         values = [self._values.get(i) for i in range(len(self._sizes))]
-        return (values if self._window is not None else join(values),) if self._values else ()
+        if not self._values or self._window is not None:
+            return (values,) if self._values else ()
+        # A number of each becomes a tensor with one for each.
+        return (_gathered([mapped(one, torch.atleast_1d) for one in values], "what loss_fn returns beside the loss"),)
 
 
-_VALUES = "what loss_fn returns beside the loss"
+def _gathered(values: list[Any], source: str) -> Any:
+    return gather([Batch.of(value, source) for value in values], "loss_fn")
 
 
 def _join_parts(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
 
 

@@ -162,15 +162,7 @@ class Batch:
     def value(self) -> Any:
         if self.spec is None:
             return self.leaves[0]
-        try:
-            return pytree.tree_unflatten(self.leaves, self.spec)
-        except ValueError as error:
-            if "batch_sizes" in str(error):
-                error.add_note(
-                    "a partition gets all tensors of a value on its device, and a PackedSequence keeps one in host "
-                    "memory; pass padded tensors and their lengths, or use torchgpipe.pipelined"
-                )
-            raise
+        return pytree.tree_unflatten(self.leaves, self.spec)
 
     def replace(self, leaves: Leaves) -> Batch:
         """Return the same structure around other leaves, without skips."""

@@ -35,24 +35,23 @@ def verify_chunks(chunks: Any) -> int:
         TypeError: ``chunks`` is not an integer.
         ValueError: ``chunks`` is below 1.
     """
-    message = f"number of chunks must be positive integer, but got {chunks!r}"
-    try:
-        number = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else verify_number("chunks", chunks)
-    except TypeError:
-        raise TypeError(message) from None
-    if number <= 0:
-        raise ValueError(message)
-    return number
+    return verify_number("number of chunks", chunks, positive=True)
 
 
-def verify_number(name: str, number: Any) -> int:
-    """Return a setting as an int.
+def verify_number(name: str, number: Any, *, positive: bool = False) -> int:
+    """Return a setting as an int, given one or a whole float.
 
     Raises:
         TypeError: it is something else, such as text or a truth value.
+        ValueError: it is not positive, and has to be.
     """
+    message = f"{name} must be {'positive' if positive else 'an'} integer, but got {number!r}"
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
     if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"{name} must be an integer, but got {number!r}")
+        raise TypeError(message)
+    if positive and number < 1:
+        raise ValueError(message)
     return operator.index(number)
 
 
