@@ -191,7 +191,7 @@ def test_a_model_may_change_its_input_in_place(devices: Devices) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_pass_if_they_are_jagged(devices: Devices) -> None:
-    """PyTorch's functions of autograd do not take the strided ones, and said to report a bug of theirs."""
+    """PyTorch's functions of autograd do not take the strided ones, which PyTorch itself refuses at a boundary."""
     plain = OverNested().double()
     model = pipelined(copy.deepcopy(plain), MicroBatches([nested(2), nested(3)]), devices=devices(2))
     window = [nested(count) for count in (3, 1, 4)]
@@ -201,11 +201,9 @@ def test_nested_tensors_pass_if_they_are_jagged(devices: Devices) -> None:
     for name, grad in gradients(plain).items():
         assert torch.equal(gradients(model)[name], grad), name  # type: ignore[arg-type]
     strided = MicroBatches([nested(2, torch.strided)])
-    with pytest.raises(TypeError, match=r"layout=torch\.jagged"):
+    with pytest.raises(RuntimeError) as caught:
         pipelined(copy.deepcopy(plain), strided, devices=["cpu:0", "cpu:1"])
-    layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2)]).double()
-    with pytest.raises(TypeError, match=r"layout=torch\.jagged"):
-        GPipe(layers, [1, 1], devices=devices(2))(strided)
+    assert "during forward" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("schedule", ["ZeroBubble", "V-Half"])

@@ -23,7 +23,6 @@ from torchgpipe.frames.outputs import verify_known
 from torchgpipe.frames.visitors import unobserved
 from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
-from torchgpipe.model.given import refuse_strided_nested
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import StandIn
 
@@ -75,7 +74,6 @@ class Exported:
         if not pairs:
             return self._outputs
         tensors, exports = zip(*pairs)
-        refuse_strided_nested(tensors)
         inputs = [tensor for tensor, _ in mini_batch.inputs_with_grad()]
         trained = _trained_by(mini_batch)
         outside: list[Tensor] = []

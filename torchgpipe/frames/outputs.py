@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.model.values import Container, container, dotted, each, hidden, is_cache, walk
+from torchgpipe.model.values import Container, container, dotted, each, is_cache, walk
 from torchgpipe.processes.stand_in import StandIn
 
 __all__ = [
@@ -93,13 +93,15 @@ def verify_known(output: Any) -> None:
     Raises:
         TypeError: an object of an unknown class has a tensor that requires grad.
     """
-    for path, holder, tensor in hidden(output):
-        if tensor.requires_grad:
-            raise TypeError(
-                f"the output '{path or 'value'}' is {type(holder).__name__}, whose tensor of shape "
-                f"{tuple(tensor.shape)} would get no gradient; return the tensors in a dict, a tuple or a dataclass, "
-                "or use model.step with a loss_fn"
-            )
+    for path, item in walk(output):
+        is_known = isinstance(item, Tensor) or is_cache(item) or container(item) is not None
+        for _, tensor in () if is_known else each(item, objects=True):
+            if tensor.requires_grad:
+                raise TypeError(
+                    f"the output '{path or 'value'}' is {type(item).__name__}, whose tensor of shape "
+                    f"{tuple(tensor.shape)} would get no gradient; return the tensors in a dict, a tuple or a "
+                    "dataclass, or use model.step with a loss_fn"
+                )
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int], kinds: Kinds, scalar: JoinScalar) -> Any:

@@ -35,7 +35,6 @@ from torchgpipe.graph.function import Edge, Function
 from torchgpipe.graph.phony import get_phony
 from torchgpipe.graph.split_backward import SplitBackward, nodes_below
 from torchgpipe.listener.listener import Kind
-from torchgpipe.model.given import refuse_strided_nested
 
 __all__ = ["CutGraph", "Enter", "Sink", "Told", "differentiated_by_itself", "verify_complete"]
 
@@ -67,7 +66,6 @@ class CutGraph:
 
     def enter(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of other cells, without their history, at the beginning of this graph; one node for all."""
-        refuse_strided_nested(tensors)
         first = self._entrance.count
         self._entrance.count += len(tensors)
         entered: tuple[Tensor, ...] = Enter.apply(self._entrance, first, self.leaf, *tensors)

@@ -20,7 +20,6 @@ __all__ = [
     "MicroBatches",
     "length_of",
     "order_of",
-    "refuse_strided_nested",
     "to_floats",
     "verify_independent",
     "windows",
@@ -193,20 +192,6 @@ def order_of(window: MicroBatches | None, model: nn.Module | None = None) -> lis
             )
     shortest_first = sorted(range(len(window)), key=[length_of(batch) for batch in window].__getitem__)
     return shortest_first[::2] + shortest_first[1::2][::-1]
-
-
-def refuse_strided_nested(tensors: Iterable[Tensor]) -> None:
-    """Raise if a tensor is nested in the strided layout, which no autograd function of Python can return.
-
-    Raises:
-        TypeError: there is one.
-    """
-    if any([tensor.is_nested and tensor.layout is torch.strided for tensor in tensors]):
-        raise TypeError(
-            "a nested tensor of layout torch.strided cannot pass from partition to partition with its gradient, nor "
-            "leave the model: PyTorch has no autograd functions for it; make it with layout=torch.jagged, or pass its "
-            "parts as a list"
-        )
 
 
 def to_floats(values: Sequence[float | int | Tensor]) -> list[float]:

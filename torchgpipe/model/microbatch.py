@@ -18,7 +18,7 @@ from torch import Tensor
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.torch_internals import forward_mode_is_active, pytree, transforms_are_active
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.model.given import MicroBatches, refuse_strided_nested, verify_independent
+from torchgpipe.model.given import MicroBatches, verify_independent
 from torchgpipe.model.settings import verify_names
 from torchgpipe.skip.namespace import SkipKey
 
@@ -160,9 +160,7 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        if self.spec is None:
-            return self.leaves[0]
-        return pytree.tree_unflatten(self.leaves, self.spec)
+        return self.leaves[0] if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
 
     def replace(self, leaves: Leaves) -> Batch:
         """Return the same structure around other leaves, without skips."""
@@ -230,8 +228,7 @@ def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.d
     """Return micro-batches that the caller gives.
 
     Raises:
-        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type, or is
-            nested in the strided layout.
+        TypeError: a tensor is neither among them nor in `NoChunk`, or a leaf of a micro-batch has another type.
         ValueError: arguments have different numbers of micro-batches.
     """
     windows = [leaf for leaf in leaves if isinstance(leaf, MicroBatches)]
@@ -250,14 +247,12 @@ def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.d
     def batch(i: int) -> Batch:
         row = [leaf[i] if isinstance(leaf, MicroBatches) else leaf for leaf in leaves]
         one = row[0] if value is leaves[0] else pytree.tree_unflatten(row, spec)
-        if isinstance(one, Tensor) and not one.is_nested:
+        if isinstance(one, Tensor):
             return Batch((_move(one, device),))
         parts, inner = pytree.tree_flatten(one)
         parts = [part.tensor if isinstance(part, NoChunk) else part for part in parts]
         if not all([part is None or isinstance(part, Tensor) for part in parts]):
             raise _unsupported(one, f"micro-batch {i}", (Tensor, NoChunk, type(None)))
-        if torch.is_grad_enabled():
-            refuse_strided_nested([part for part in parts if part is not None])
         return Batch(tuple([part if part is None else _move(part, device) for part in parts]), inner)
 
     return [batch(i) for i in range(counts[0])]

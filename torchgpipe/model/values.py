@@ -27,7 +27,6 @@ __all__ = [
     "copy_without_graph",
     "dotted",
     "each",
-    "hidden",
     "is_cache",
     "is_plain_object",
     "mapped",
@@ -297,23 +296,6 @@ def each(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple
             yield where or "value", item
 
 
-def hidden(value: Any, path: str = "", depth: int = 4) -> Iterator[tuple[str, Any, Tensor]]:
-    """Yield tensors in objects of unknown classes: the path and the object, and the tensor.
-
-    Args:
-        value: a value
-        path: its path
-        depth: how far to look into objects within objects
-    """
-    for where, item in walk(value, path):
-        is_known = isinstance(item, (Tensor, nn.Module, *_PLAIN)) or is_cache(item) or container(item) is not None
-        for attribute in getattr(item, "__dict__", {}).values() if depth and not is_known else ():
-            for _, tensor in each(attribute):
-                yield where, item, tensor
-            for _, _, tensor in hidden(attribute, where, depth - 1):
-                yield where, item, tensor
-
-
 def spread(value: Any, divide: Callable[[Any, str], list[Any] | None], count: int, path: str = "") -> list[Any]:
     """Return ``count`` values like ``value``, such as the parts of a mini-batch.
 
@@ -343,7 +325,7 @@ def is_cache(value: Any) -> bool:
 def _is_kind_of_cache(kind: Any) -> bool:
     if issubclass(kind, (type, Tensor, Mapping, nn.Module)):
         return False
-    return any(["Cache" in base.__name__ or base.__name__.endswith("LayerMixin") for base in kind.__mro__])
+    return any(["Cache" in base.__name__ for base in kind.__mro__])
 
 
 def is_plain_object(value: Any) -> bool:
