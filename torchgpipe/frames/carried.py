@@ -127,26 +127,21 @@ def verify_chunks(given: CarriedCache, run: Callable[[dict[str, Any]], Any], eps
     comparison = Comparison(epsilon)
     for path, tensor in sorted(together.items(), key=lambda item: item[1].dim() == 0):  # Losses follow from the others.
         own = [part[path] for part in parts if path in part]
-        if tensor.dim() == 0 and len(own) == 2:
-            total = own[0] + own[1]
-            fault = (
-                f"the output '{path}' of a sequence is {float(tensor):.6g}, and that of its chunks {float(total):.6g}"
-            )
-            comparison.add(path, tensor, total, f"{fault}: {_NO_SUM}", tolerance=comparison.loose)
+        if tensor.dim() == 0:
+            joined = sum(own, torch.zeros_like(tensor))
+            said = f"{float(tensor):.6g}, and that of its chunks {float(joined):.6g}: {_NO_SUM}"
         elif tensor.dim() > 1 and tensor.shape[1] == sum([len(one[0]) for one in own]):
-            fault = f"the output '{path}' of a sequence is not that of its chunks: {_LOOKS_AHEAD}"
-            comparison.add(path, tensor, torch.cat(own, 1), fault, tolerance=comparison.loose)
+            joined, said = torch.cat(own, 1), f"not that of its chunks: {_LOOKS_AHEAD}"
+        else:
+            continue
+        comparison.add(path, tensor, joined, f"the output '{path}' of a sequence is {said}", tolerance=comparison.loose)
     if comparison.faults:
         raise ValueError(comparison.faults[0])
 
 
 _NO_SUM = (
     "it is no mean over tokens, as with the losses of routers, which output_router_logits=False leaves out; or the "
-    "model's own loss does not take shift_labels, as ForCausalLMLoss of transformers does: leave labels out, give "
-    "pipelined loss_fn=, and the step a target of MicroBatches with the following labels of each chunk; or train on "
-    "whole sequences"
+    "model's loss does not take shift_labels: leave labels out, give pipelined loss_fn=, and the step a target of "
+    "MicroBatches with the following labels of each chunk; or train on whole sequences"
 )
-_LOOKS_AHEAD = (
-    "the model attends to later tokens, or a layer looks back past the beginning of a chunk without the cache; train "
-    "on whole sequences"
-)
+_LOOKS_AHEAD = "the model attends to later tokens, or a layer does without the cache; train on whole sequences"

@@ -88,8 +88,8 @@ class FramesProof(PlainSide):
         """See `Proof.run`."""
         with without_compiler(self._module):
             super().run()
-        if self._settings.processes is not None:
-            self._take_rows(self._settings.processes)
+        if self._processes is not None:
+            self._take_rows(self._processes)
         return self.comparison
 
     def _run_apart(self) -> tuple[bool, PlainRun]:
@@ -252,7 +252,6 @@ class FramesProof(PlainSide):
             if loss is not None and apart.loss is not None and has_last:
                 fault = "the loss of the pipeline is not that of the plain model"
                 self.comparison.add("loss", apart.loss, self.sum_losses(), fault, tolerance=self.comparison.tight)
-            forward = buffers.changed()
             if self.is_equal() and apart.gradients is not None:
                 gradients = _ColumnGradients(aliases, self._names)
                 # Gradients of shared parameters are added up over processes first.
@@ -268,14 +267,16 @@ class FramesProof(PlainSide):
                 faults = [(name, ours, self._describe_gradient(j, name)) for name, (j, ours) in taken.items()]
                 self.compare_gradients(apart.gradients, faults)
             # After backward, because a layer that runs again there may change its buffers again.
-            self._compare_buffers(apart.buffers, forward, buffers.changed())
+            said = f"is changed in another way than by the plain model; {_COUNTS_AGAIN}; or {_advise(self._module)}"
+            fault = f"the buffer '{{}}' {said}"
+            self.compare_named("buffer '{}'", apart.buffers, buffers.changed(), fault, self.comparison.tight)
 
     def _kept_by_columns(self) -> dict[int, list[KeptAttributes]]:
         """Return what the modules of each column keep, if several columns of this process take given micro-batches."""
         settings, kept = self._settings, dict[int, list[KeptAttributes]]()
         for name, j in settings.doors.items() if self._batch.given else ():
             # One that is called again later has what it has left itself.
-            if (settings.processes is None or settings.processes.is_mine(j)) and name not in settings.again:
+            if (self._processes is None or self._processes.is_mine(j)) and name not in settings.again:
                 kept.setdefault(j, []).append(KeptAttributes(self._module.get_submodule(name)))
         return kept if len(kept) > 1 else {}
 
@@ -321,42 +322,18 @@ class FramesProof(PlainSide):
 
     def _compare_outputs(self, plain: list[Any], ours: dict[int, Any], mode: str, where: str, tolerance: float) -> None:
         for i in range(len(plain)):
-            output, actual = plain.pop(0), dict(each(ours.pop(i)))
-            for path, tensor in each(output):
-                fault = f"the output '{path}' of micro-batch {i} is not that of the plain model, {where}"
-                name = f"'{path}' of micro-batch {i}{mode}"
-                self.comparison.add(name, tensor, actual.pop(path, None), fault, tolerance=tolerance)
-            for path in actual:
-                self.comparison.note(f"'{path}'", f"the plain model has no output '{path}' of micro-batch {i}")
-
-    def _compare_buffers(
-        self, plain: Mapping[str, Tensor], forward: Mapping[str, Tensor], backward: Mapping[str, Tensor]
-    ) -> None:
-        """Compare the buffers that the plain model has changed with those that the pipeline has changed by the end."""
-        for name in dict.fromkeys([*plain, *backward]):
-            fault = f"the buffer '{name}' is changed in another way than by the plain model; "
-            if name in backward and difference_of(backward[name], forward.get(name))[0]:
-                fault += (
-                    "a layer has a checkpoint of its own, so it changes its buffers again at backward, where "
-                    "micro-batches come in another order: switch it off, and let pipelined(checkpoint=...) "
-                    "recompute the layer"
-                )
-            else:
-                fault += _advise(self._module)
-            tight = self.comparison.tight
-            self.comparison.add(f"buffer '{name}'", plain.get(name), backward.get(name), fault, tolerance=tight)
+            what, output, actual = f"of micro-batch {i}", dict(each(plain.pop(0))), dict(each(ours.pop(i)))
+            fault = f"the output '{{}}' {what} is not that of the plain model, {where}"
+            self.compare_named(f"'{{}}' {what}{mode}", output, actual, fault, tolerance)
 
     # ---------------------------------------------------------------------------------------------------------- faults
 
     def _describe_coupling(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
-        shapes = f"of shape {tuple(whole.shape)}"
+        shape = f"of shape {tuple(whole.shape)} for {sum(self._sizes)} rows"
         if joined is not None and joined.shape != whole.shape:
-            shapes = f"has shape {tuple(whole.shape)} for all rows together, but {tuple(joined.shape)} joined from"
-            shapes += f" micro-batches of {self._sizes} rows; it"
-        else:
-            shapes += f" for {sum(self._sizes)} rows"
+            shape += f", and {tuple(joined.shape)} joined from micro-batches of {self._sizes} rows,"
         return (
-            f"the output '{path}' {shapes} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
+            f"the output '{path}' {shape} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
             f"attention over rows or a contrastive loss, and cannot be split; or {self._remedy()} ({self._decisions()})"
             + f"; or it is random in evaluation, too: may_differ=['{path}'] lets it differ, with a warning"
             * self._draws
@@ -432,6 +409,12 @@ def _is_ours(error: BaseException) -> bool:
 
 def _show_number(tensor: Tensor) -> str:
     return f"{tensor.detach().item():.6g}"
+
+
+_COUNTS_AGAIN = (
+    "a layer with a checkpoint of its own changes it again at backward, where micro-batches come in another order: "
+    "switch that off, and let pipelined(checkpoint=...) recompute the layer"
+)
 
 
 def _advise(module: nn.Module) -> str:

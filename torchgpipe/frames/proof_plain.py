@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ class PlainSide(Proof, ABC):
         self._pipeline, self._settings = pipeline, pipeline.settings
         self._model: Any = pipeline.module
         study, splits = self._settings.study, not batch.given
-        super().__init__(pipeline.module, self._settings.devices, batch.sizes, study.epsilon, splits=splits)
+        processes, sizes = self._settings.processes, batch.sizes
+        super().__init__(self._model, self._settings.devices, sizes, study.epsilon, splits=splits, processes=processes)
         with torch.inference_mode(False):
             self._batch = batch.mapped(copy_without_graph)
             self._target = mapped(target, copy_without_graph) if with_loss else None
@@ -115,17 +116,9 @@ class PlainSide(Proof, ABC):
     def draws(self) -> bool:
         assert self._random is not None
         of_layers = self._states_of_layers() != self._drawn_before
-        if self._settings.processes is not None:
-            self._settings.processes.meet("what the plain model draws")
+        if self._processes is not None:
+            self._processes.meet("what the plain model draws")
         return self.agreed(any(self._random.drawn) or self._random.draws_in_python or of_layers, any)
-
-    def agreed(self, value: bool, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
-        processes = self._settings.processes
-        return value if processes is None else combine(processes.gather(value, "the proof"))
-
-    def all_together(self, what: str) -> AbstractContextManager[object]:
-        processes = self._settings.processes
-        return nullcontext() if processes is None else processes.all_together(what)
 
     def _states_of_layers(self) -> list[bytes]:
         """Return the states of generators that layers have of their own."""

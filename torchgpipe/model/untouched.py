@@ -14,6 +14,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,14 +204,14 @@ def _restoring(child: nn.Module) -> Callable[[], None]:
 def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:
     """Return what puts back the attributes of a module or a parameter, and what is in them."""
     before = {name: value for name, value in state.items() if _is_state(name)}
-    items = [pair for value in before.values() for pair in _items(value, 3)]
+    inner = [one for value in before.values() for one in _put_backs(value, 3)]
 
     def put_back() -> None:
         for name in [name for name in state if _is_state(name) and name not in before]:
             del state[name]
         state.update(before)
-        for value, copied in items:
-            _refill(value, copied)
+        for one in inner:
+            one()
 
     return put_back
 
@@ -239,58 +240,33 @@ def _is_state(name: str) -> bool:
     return name not in _OF_EVERY_MODULE and not name.startswith("_torchgpipe")
 
 
-def _items(value: Any, depth: int) -> Iterator[tuple[Any, Any]]:
-    """Yield containers, generators of numbers, arrays and plain objects, each with a copy of what it holds."""
-    copied: Any
+def _put_backs(value: Any, depth: int) -> Iterator[Callable[[], Any]]:
+    """Yield what puts back containers, generators of numbers, arrays and plain objects, with what they hold."""
+    numpy: Any = sys.modules.get("numpy")
     if type(value) in (list, dict, set, deque, Counter, OrderedDict, defaultdict):
         copied = copy.copy(value)
+        yield partial(_refill, value, copied)
+        for item in (copied.values() if isinstance(copied, dict) else copied) if depth else ():
+            yield from _put_backs(item, depth - 1)
     elif type(value) is random.Random:
-        yield value, value.getstate()
-        return
-    elif _is_of_numpy(value):
-        yield value, copy.deepcopy(value)
-        return
-    elif type(value).__module__ not in ("builtins", "torch") and type(getattr(value, "__dict__", None)) is dict:
-        if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
-            return
-        yield from _items(vars(value), depth)
-        return
-    else:
-        return
-    yield value, copied
-    if depth:
-        for item in copied.values() if isinstance(copied, dict) else copied:
-            yield from _items(item, depth - 1)
-
-
-def _is_of_numpy(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    generators = numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator
-    return type(value) is numpy.ndarray or isinstance(value, generators)
+        yield partial(value.setstate, value.getstate())
+    elif numpy is not None and type(value) is numpy.ndarray:
+        if value.flags.writeable:
+            yield partial(numpy.copyto, value, value.copy())
+    elif numpy is not None and isinstance(value, numpy.random.RandomState):
+        yield partial(value.set_state, value.get_state())
+    elif numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
+        of_bits = getattr(value, "bit_generator", value)
+        yield partial(setattr, of_bits, "state", copy.deepcopy(of_bits.state))
+    elif type(value).__module__ not in ("builtins", "torch") and not (isinstance(value, Tensor) or callable(value)):
+        yield from _put_backs(getattr(value, "__dict__", None), depth)
 
 
 def _refill(value: Any, copied: Any) -> None:
-    if isinstance(value, (list, deque)):
-        if len(value) != len(copied) or any([a is not b for a, b in zip(value, copied)]):
-            value.clear()
-            value.extend(copied)
-    elif isinstance(value, dict):
-        if value.keys() != copied.keys() or any([value[key] is not copied[key] for key in copied]):
-            value.clear()
-            value.update(copied)
-    elif isinstance(value, set):
-        if value != copied:
-            value.clear()
-            value.update(copied)
-    elif isinstance(value, random.Random):
-        value.setstate(copied)
-    elif hasattr(value, "set_state"):
-        value.set_state(copied.get_state())
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = copied.bit_generator.state
-    elif hasattr(value, "state"):
-        value.state = copied.state
-    elif value.flags.writeable and value.shape == copied.shape:
-        value[...] = copied
+    if _held(value) != _held(copied):
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(copied)
+
+
+def _held(value: Any) -> list[int]:
+    return [*map(id, value), *map(id, value.values() if isinstance(value, dict) else ())]

@@ -40,6 +40,7 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, dense, fingerprint, length, weighted_sum
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
@@ -128,6 +129,7 @@ class Proof(ABC):
         sizes: the rows of each micro-batch
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         splits: whether the micro-batches are parts of a mini-batch, which can run in one piece
+        processes: those that take part; None for one
 
     Attributes:
         comparison: the table
@@ -146,8 +148,9 @@ class Proof(ABC):
         epsilon: float,
         *,
         splits: bool = True,
+        processes: Processes | None = None,
     ) -> None:
-        self._has_rows = splits and len(sizes) > 1
+        self._has_rows, self._processes = splits and len(sizes) > 1, processes
         self._module, self._devices, self._sizes = module, devices, sizes
         self.comparison = Comparison(epsilon)
         self._outside = Outside()
@@ -207,9 +210,9 @@ class Proof(ABC):
     def running_plain(self) -> AbstractContextManager[Take]:
         """Let the plain model run in a ``with`` block, and take its gradients."""
 
-    @abstractmethod
     def draw_as(self, i: int) -> AbstractContextManager[object]:
         """Let micro-batch ``i`` draw its random numbers in a ``with`` block."""
+        return nullcontext()
 
     @abstractmethod
     def compare_pipeline(self, apart: PlainRun) -> None:
@@ -225,11 +228,11 @@ class Proof(ABC):
 
     def agreed(self, value: bool, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
         """Return what all processes that take part make of ``value``: whether it holds in all of them, or in any."""
-        return value
+        return value if self._processes is None else combine(self._processes.gather(value, "the proof"))
 
     def all_together(self, what: str) -> AbstractContextManager[object]:
         """Surround what fails in all processes that take part if it fails in one of them; ``what`` names its end."""
-        return nullcontext()
+        return nullcontext() if self._processes is None else self._processes.all_together(what)
 
     def is_equal(self) -> bool:
         """Return whether nothing is wrong so far."""
@@ -509,6 +512,14 @@ class Proof(ABC):
         """Return the name of the gradient that differs most."""
         gaps = self._gaps(together, apart, shares)
         return max(gaps, key=lambda name: gaps[name][0], default="a parameter")
+
+    def compare_named(
+        self, what: str, plain: Mapping[str, Tensor], ours: Mapping[str, Tensor], fault: str, tolerance: float
+    ) -> None:
+        """Compare tensors by their names, which stand in ``what`` and ``fault`` for ``{}``; see `Comparison.add`."""
+        for name in dict.fromkeys([*plain, *ours]):
+            row, text = what.replace("{}", name), fault.replace("{}", name)
+            self.comparison.add(row, plain.get(name), ours.get(name), text, tolerance=tolerance)
 
     def compare_gradients(
         self,

@@ -6,7 +6,7 @@ Where layers draw random numbers, everything runs in evaluation: a pipeline draw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _DRAWS = (
     "layers draw random numbers in evaluation, too, and a pipeline draws in another order, so nothing can be compared; "
     "let them draw in training only, or compare a model without them"
 )
+_DIFFERS = "is not that of the layers, run one by one"
 
 
 class _StandIns(Take):
@@ -145,9 +146,6 @@ class SequentialProof(Proof):
             self._before = generator_states(self._devices)
             yield stand_ins
 
-    def draw_as(self, i: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def draws(self) -> bool:
         return generator_states(self._devices) != self._before
 
@@ -210,14 +208,12 @@ class SequentialProof(Proof):
         self.comparison.add_number("loss of a step, rows together and apart", together.value, joined, fault)
 
     def compare_outputs_of_rows(self, together: Batch, apart: list[Any], *, training: bool, draws: bool) -> None:
-        joined = _named(self._gather(apart))
-        for name, tensor in self.tensors(together):
-            fault = (
-                f"the output {name} of shape {tuple(tensor.shape)} is not what the rows apart give, without a pipeline "
-                "either: a layer couples the rows, as by x.mean(0), or dimension 0 is not the batch (batch_first=True?)"
-            )
-            row, loose = f"output {name}, rows together and apart", self.comparison.loose
-            self.comparison.add(row, tensor, joined.get(name), fault, tolerance=loose)
+        fault = (
+            "the output {} is not what the rows apart give, without a pipeline either: a layer couples the rows, as by "
+            "x.mean(0), or dimension 0 is not the batch (batch_first=True?)"
+        )
+        whole, joined, loose = _named(together.value), _named(self._gather(apart)), self.comparison.loose
+        self.compare_named("output {}, rows together and apart", whole, joined, fault, loose)
 
     # -------------------------------------------------------------------------------------------------------- pipeline
 
@@ -243,22 +239,12 @@ class SequentialProof(Proof):
             changed = buffers.changed()
             gradients = take_fingerprints(stand_ins.take())
             gradients |= take_fingerprints(self._outside.take())
-        kinds: list[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]]] = [
-            ("output", outputs, ours),
-            ("buffer", apart.buffers, changed),
-        ]
-        for kind, expected, actual in kinds:
-            for name in dict.fromkeys([*expected, *actual]):
-                row, tight = f"{kind} {name}{what}", self.comparison.tight
-                fault = f"{row} is not that of the layers, run one by one"
-                self.comparison.add(row, expected.get(name), actual.get(name), fault, tolerance=tight)
+        for kind, expected, actual in (("output", outputs, ours), ("buffer", apart.buffers, changed)):
+            row = f"{kind} {{}}{what}"
+            self.compare_named(row, expected, actual, f"{row} {_DIFFERS}", self.comparison.tight)
         if apart.gradients is not None:
-            said = "is not that of the layers, run one by one"
-            self.compare_gradients(
-                apart.gradients,
-                [(name, grad, f"gradient of {name}{what} {said}") for name, grad in gradients.items()],
-                what,
-            )
+            faults = [(name, grad, f"gradient of {name}{what} {_DIFFERS}") for name, grad in gradients.items()]
+            self.compare_gradients(apart.gradients, faults, what)
 
     def _differentiated(self, output: Any) -> dict[str, Tensor]:
         """Differentiate the output of the pipeline as that of the layers was, and return it."""
@@ -276,11 +262,8 @@ class SequentialProof(Proof):
         return {"['loss']": result[0] if isinstance(result, tuple) else result}
 
     def compare_evaluation(self, outputs: list[Any]) -> None:
-        ours = _named(self._pipeline())
-        for name, tensor in _named(self._gather(outputs)).items():
-            row, tight = f"output {name} in evaluation", self.comparison.tight
-            fault = f"{row} is not that of the layers, run one by one"
-            self.comparison.add(row, tensor, ours.get(name), fault, tolerance=tight)
+        plain, ours, row = _named(self._gather(outputs)), _named(self._pipeline()), "output {} in evaluation"
+        self.compare_named(row, plain, ours, f"{row} {_DIFFERS}", self.comparison.tight)
 
 
 def _named(value: Any) -> dict[str, Tensor]:
