@@ -12,7 +12,7 @@ are tolerated, beside the rounding of the sums themselves.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,9 @@ __all__ = ["counts_of", "difference_of", "is_compared", "sums"]
 
 _EPS = 64
 
-#: The elements that are widened at a time: an output may take most of the memory.
-_BLOCK = 1 << 22
+#: An output may take most of the memory, so it is widened in pieces of so many elements; if there would be more pieces
+#: than this, which each take some launches, the pieces are larger.
+_PIECE, _MOST = 1 << 14, 1 << 10
 
 #: The first runs of a structure that are all compared; later ones at each doubling.
 _ALWAYS = 8
@@ -68,10 +69,25 @@ def sums(output: Tensor | None) -> Tensor | None:
     with torch.no_grad():
         values = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
         wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-        sums_of_blocks = []
-        for k, block in enumerate(torch.split(values.reshape(-1), _BLOCK), 1):
-            block = block.to(wide)
-            weighted = block * torch.linspace(1, 1 + 1 / k, len(block), device=block.device, dtype=wide)
-            sums_of_blocks.append(torch.stack([weighted.sum(), weighted.abs().sum(), block.square().sum()]))
-        first, absolute, squares = torch.stack(sums_of_blocks).sum(0)
-        return torch.stack([first, absolute, squares.sqrt()])
+        total, begin = max(values.numel(), 1), 0
+        size = min(total, max(_PIECE, total // _MOST))
+        weights = torch.linspace(0.5, 1, size, device=values.device, dtype=wide)
+        # Added up in place: small results between the pieces would keep the memory of all of them in the heap.
+        totals = torch.zeros(3, device=values.device, dtype=wide)
+        for piece in _pieces(values, size):
+            piece = piece.to(wide)
+            weighted = piece.dot(weights[: len(piece)]) * (1 + begin / total)
+            totals += torch.stack([weighted, torch.linalg.vector_norm(piece, 1), piece.dot(piece)])
+            begin += len(piece)
+        totals[2].sqrt_()
+        return totals
+
+
+def _pieces(values: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield the elements in vectors of at most ``size``: of a transposed tensor, each is a copy."""
+    if values.numel() <= size:
+        yield values.reshape(-1)
+        return
+    rows = size // (values.numel() // len(values))
+    for part in torch.split(values, rows or 1):
+        yield from _pieces(part if rows else part.squeeze(0), size)
