@@ -17,6 +17,7 @@ from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.drive.autograd import ForwardPass
 from torchgpipe.drive.step import run_step
+from torchgpipe.gradients.failed_step import all_or_nothing
 from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
@@ -37,7 +38,6 @@ from torchgpipe.model.microbatch import (
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
-from torchgpipe.model.retry import OnShortage, Remedy, Retry, double_chunks, verify_on_oom
 from torchgpipe.model.settings import (
     CheckpointMode,
     LayerNames,
@@ -121,9 +121,6 @@ class GPipe(nn.Module):
             number for each device, in the order of ``devices``
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory, for all devices together or a
             list as above (default: half of the memory that is free), which CUDA copies beside the computation
-        on_oom: what a step does if memory runs out: ``'raise'`` raises the error; ``'retry'`` runs the step again, as
-            often as there is a way to take less memory, each tried once, with a warning, and kept for later steps: free
-            what allocators keep, recompute everything, twice the ``chunks``, one of the ``slots`` less
 
     Attributes:
         balance (list[int]): the number of layers in each partition; read-only
@@ -168,7 +165,6 @@ class GPipe(nn.Module):
         offload: bool | Literal["weights"] = False,
         slots: int | Sequence[int] = 2,
         pin: int | Sequence[int | None] | None = None,
-        on_oom: OnShortage = "raise",
     ) -> None:
         super().__init__()
         verify_module(module)
@@ -191,7 +187,6 @@ class GPipe(nn.Module):
         # In a tuple, because a module such as nn.MSELoss() would become a layer.
         self._loss = loss_fn, weight, reduce
         self._loss_proof = LossProof()
-        self._on_oom, self._retry = verify_on_oom(on_oom), Retry()
         self._whole = WholeArguments(no_chunk, next(iter(self._layers_of(module).values()), None))
         self.schedule = given_or_usual(schedule, offload=bool(offload))
         self._defers = deferred_batch_norm
@@ -372,14 +367,7 @@ class GPipe(nn.Module):
         self._watched.add(kind)
         return result
 
-    def step(
-        self,
-        input: Any,
-        target: Any = None,
-        *,
-        scaler: torch.amp.GradScaler | None = None,
-        on_oom: OnShortage | None = None,
-    ) -> Any:
+    def step(self, input: Any, target: Any = None, *, scaler: torch.amp.GradScaler | None = None) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward. ::
 
             layers = nn.Sequential(a, b, c, d)
@@ -388,7 +376,8 @@ class GPipe(nn.Module):
             optimizer.step()
             optimizer.zero_grad()
 
-        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad`` as it was. Each
+        Gradients are added to ``.grad``, as ``backward()`` does. A step that fails leaves ``.grad``, buffers,
+        attributes of layers and random numbers as they were, so that it may run again. Each
         micro-batch has a seed in each step, so dropout is the same for any balance, schedule, checkpoint mode and
         number of devices. A micro-batch whose backward through a partition comes next on its device is not recomputed
         there.
@@ -401,7 +390,6 @@ class GPipe(nn.Module):
                 if the loss function needs none; :class:`MicroBatches` if the input is
             scaler: scales the loss before backward, so that small gradients in half precision do not vanish; afterwards
                 call ``scaler.step(optimizer)`` and ``scaler.update()``, as usual
-            on_oom: what to do if memory runs out, ``'raise'`` or ``'retry'`` (default: as the pipeline was made)
 
         Returns:
             the loss of all micro-batches, a tensor without dimensions, on ``devices[-1]``. If the loss function returns
@@ -418,28 +406,9 @@ class GPipe(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             from torchgpipe.devices.uncompiled import uncompiled
 
-            return uncompiled(self.step, input, target, scaler=scaler, on_oom=on_oom)
-        if verify_on_oom(on_oom or self._on_oom) == "raise":
+            return uncompiled(self.step, input, target, scaler=scaler)
+        with self._mechanisms.lock.held(alone=True), all_or_nothing(self, self._loss[0], self._devices):
             return self._step(input, target, scaler)
-        remedies = self._remedies(input)
-        return self._retry.run(lambda: self._step(input, target, scaler), self, self._devices, remedies, 2)
-
-    def _remedies(self, input: Any) -> list[Remedy]:
-        """Return the ways to take less memory in a step."""
-
-        def recompute() -> str:
-            if self._checkpoint not in ("never", "except_last"):
-                return ""
-            self.checkpoint = "always"
-            return "checkpoint='always' from now on, which takes a third more time"
-
-        def split() -> str:
-            return "" if window_of(input) is not None else double_chunks(self, rows_of(input))
-
-        def evict() -> str:
-            return "" if self._host_memory is None else self._host_memory.reduce_slots()
-
-        return [Remedy("checkpoint", recompute), Remedy("chunks", split), Remedy("slots", evict)]
 
     def _step(self, input: Any, target: Any, scaler: torch.amp.GradScaler | None) -> Any:
         if self._loss[0] is None:

@@ -54,12 +54,6 @@ def test_a_budget_is_for_all_devices_together_or_for_each(
     assert [bytes for _, bytes in runtime.calls] == pinned
 
 
-def test_each_device_gives_up_a_slot_until_all_have_one() -> None:
-    memory = HostMemory([torch.device("cpu", 0), torch.device("cpu", 1)], (3, 1), None)
-    said = [memory.reduce_slots().partition(" from")[0] for _ in range(3)]
-    assert said == ["slots=(2, 1)", "slots=1", ""]
-
-
 def test_without_sysconf_nothing_is_pinned_unless_pin_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows has none, and the first upload raised an AttributeError there."""
     runtime = Runtime()

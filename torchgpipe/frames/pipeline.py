@@ -32,6 +32,7 @@ from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.frames.weights import own_slots
 from torchgpipe.gradients.aliases import Aliases
+from torchgpipe.gradients.failed_step import all_or_nothing
 from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.gradients.step_lock import StepLock
 from torchgpipe.graph.function import refuse_transforms
@@ -40,7 +41,6 @@ from torchgpipe.listener.listener import Place, Recorder
 from torchgpipe.model.given import order_of
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
-from torchgpipe.model.retry import OnShortage, Remedy, Retry, double_chunks, verify_on_oom
 from torchgpipe.model.sequence import CarriedCache
 from torchgpipe.model.untouched import in_mode, python_random_states, set_python_random_states, untouched
 from torchgpipe.model.values import each, is_cache, mapped
@@ -120,7 +120,6 @@ class Pipeline:
         self._begun = False
         self._loss_proof = LossProof()
         self.together = None if settings.processes is None else Together(settings.processes, settings)
-        self._retry = Retry()
 
     def __reduce__(self) -> Any:
         """Leave this out of copies and pickles, which make their own."""
@@ -184,46 +183,17 @@ class Pipeline:
         target: Any,
         kwargs: Any,
         scaler: torch.amp.GradScaler | None = None,
-        on_oom: OnShortage | None = None,
     ) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings, arguments = self.settings, Arguments(args, kwargs)
-        if self.together is not None:
-            if scaler is not None:
-                raise ValueError(
-                    "over several processes, each would skip other steps by the infinities in its own gradients; leave "
-                    "scaler out, and use torch.bfloat16, which needs none"
-                )
-            with self.together.processes.at_step():
-                return self._step(arguments, target, scaler)
-        if verify_on_oom(on_oom or settings.on_oom) == "raise":
+        if self.together is not None and scaler is not None:
+            raise ValueError(
+                "over several processes, each would skip other steps by the infinities in its own gradients; leave "
+                "scaler out, and use torch.bfloat16, which needs none"
+            )
+        at_step = nullcontext() if self.together is None else self.together.processes.at_step()
+        with at_step, self._lock.held(alone=True), all_or_nothing(self.module, settings.loss_fn, settings.devices):
             return self._step(arguments, target, scaler)
-        return self._retry.run(
-            lambda: self._step(arguments, target, scaler), self.module, settings.devices, self._remedies(arguments), 3
-        )
-
-    def _remedies(self, arguments: Arguments) -> list[Remedy]:
-        """Return the ways to take less memory in a step."""
-        settings = self.settings
-
-        def recompute() -> str:
-            if settings.recomputed >= settings.doors.keys():
-                return ""
-            settings.recomputed = {*settings.doors}
-            return "all modules are recomputed from now on, which takes a third more time"
-
-        def split() -> str:
-            batch = settings.study.splitter.micro_batches(arguments, settings.chunks)
-            return "" if batch.given else double_chunks(settings, batch.rows)
-
-        def evict() -> str:
-            if self.host_memory is None or settings.offload is None:
-                return ""
-            said = self.host_memory.reduce_slots()
-            settings.offload = self.host_memory.slots_setting, *settings.offload[1:]
-            return said
-
-        return [Remedy("checkpoint", recompute), Remedy("chunks", split), Remedy("slots", evict)]
 
     def _step(self, arguments: Arguments, target: Any, scaler: torch.amp.GradScaler | None) -> Any:
         settings = self.settings

@@ -40,7 +40,6 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.gradients.aliases import weights_of
 from torchgpipe.model.given import MicroBatches, verify_independent
 from torchgpipe.model.loss import NO_LOSS_FUNCTION, verify_loss
-from torchgpipe.model.retry import OnShortage, verify_on_oom
 from torchgpipe.model.settings import verify_chunks, verify_names, verify_number
 from torchgpipe.offload.verify import verify_fits, verify_home, verify_offload
 from torchgpipe.processes.processes import Processes
@@ -81,7 +80,6 @@ def pipelined(
     offload: bool | Literal["weights"] = False,
     slots: int | Sequence[int] = 2,
     pin: int | Sequence[int | None] | None = None,
-    on_oom: OnShortage = "raise",
     mesh: DeviceMesh | None = None,
     timeout: timedelta | None = None,
     gather: bool = False,
@@ -149,7 +147,6 @@ def pipelined(
             number for each device, in the order of ``devices``
         pin: under ``offload``, the bytes of parameters that may be pinned in host memory, for all devices together or a
             list as above (default: half of the memory that is free), which CUDA copies beside the computation
-        on_oom: what a step does if memory runs out, ``'raise'`` or ``'retry'``; see :class:`GPipe`
         mesh: the processes, (stages,) or (replicas, stages): each makes the same model, best on the meta device, and
             keeps the weights of its own partitions (default: this process alone). ``devices`` are those of this
             process, and partitions go round the processes. ``parameters()`` and ``state_dict()`` are those of this
@@ -213,7 +210,6 @@ def _pipelined(
     offload: bool | Literal["weights"],
     slots: int | Sequence[int],
     pin: int | Sequence[int | None] | None,
-    on_oom: OnShortage,
     mesh: DeviceMesh | None,
     timeout: timedelta | None,
     gather: bool,
@@ -278,7 +274,6 @@ def _pipelined(
                 *verify_names("verify", () if isinstance(verify, bool) else verify),
             ],
             offload=limits,
-            on_oom=verify_on_oom(on_oom),
             processes=processes,
             gathers=gather,
         )

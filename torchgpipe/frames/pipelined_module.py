@@ -24,7 +24,6 @@ from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.given import verify_independent
 from torchgpipe.model.loss import NO_TARGET
 from torchgpipe.model.placement import move_buffers
-from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.settings import verify_chunks
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.schedule import Schedule, program_of, verified
@@ -108,7 +107,6 @@ class _Pipelined(nn.Module):
         *args: Any,
         target: Any = None,
         scaler: torch.amp.GradScaler | None = None,
-        on_oom: OnShortage | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
@@ -117,7 +115,6 @@ class _Pipelined(nn.Module):
             *args: as for the model
             target: the target of the loss function, if there is one, on any device; see :meth:`GPipe.step`
             scaler: scales the loss before backward; see :meth:`GPipe.step`
-            on_oom: what to do if memory runs out, ``'raise'`` or ``'retry'`` (default: as ``pipelined`` was told)
             **kwargs: as for the model
 
         Returns:
@@ -135,7 +132,7 @@ class _Pipelined(nn.Module):
                 "one by position, and scale the loss in loss_fn"
             )
         try:
-            return runs.step(args, target, kwargs, scaler, on_oom)
+            return runs.step(args, target, kwargs, scaler)
         except (TypeError, ValueError) as error:
             if (
                 target is None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.sample import Study
-from torchgpipe.model.retry import OnShortage
 from torchgpipe.model.values import dotted
 from torchgpipe.offload.verify import Pin, Slots
 from torchgpipe.processes.processes import Processes
@@ -49,7 +48,6 @@ class Settings:
         may_differ: the names of outputs that may differ between rows together and rows apart
         offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
             there, too
-        on_oom: what a step does if memory runs out
         gathers: whether all processes get the outputs, and not numbers alone
     """
 
@@ -73,7 +71,6 @@ class Settings:
     whole_target: bool = False
     may_differ: Collection[str] = ()
     offload: tuple[Slots, Pin, bool] | None = None
-    on_oom: OnShortage = "raise"
     gathers: bool = False
 
     @property

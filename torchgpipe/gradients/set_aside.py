@@ -19,16 +19,19 @@ class SetAside:
 
     Args:
         parameters: the parameters; nothing else may change their gradients in place until `end`
+
+    Attributes:
+        parameters: see above
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._before: list[Leaf] = [parameter.grad for parameter in parameters]
         self._versions = versions(self._before)
 
     def begin(self) -> None:
         """Leave no gradient."""
-        for parameter, before in zip(self._parameters, self._before):
+        for parameter, before in zip(self.parameters, self._before):
             if before is not None:
                 parameter.grad = None
 
@@ -36,7 +39,7 @@ class SetAside:
     def end(self, sums: Sequence[Leaf]) -> None:
         """Add the gradients of the step, one for each parameter, to what was set aside."""
         befores, totals = list[Tensor](), list[Tensor]()
-        for parameter, before, total in zip(self._parameters, self._before, sums):
+        for parameter, before, total in zip(self.parameters, self._before, sums):
             if before is not None and total is not None and before.layout is torch.strided:
                 parameter.grad = before
                 befores.append(before)
@@ -54,5 +57,5 @@ class SetAside:
     def undo(self) -> None:
         """Put everything back that was there at the beginning, unless `end` has added to it."""
         if not self.has_ended:
-            for parameter, before in zip(self._parameters, self._before):
+            for parameter, before in zip(self.parameters, self._before):
                 parameter.grad = before

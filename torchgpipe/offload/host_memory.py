@@ -70,20 +70,7 @@ class HostMemory:
 
     def __reduce__(self) -> Any:
         """Let a copy of a pipeline have one of its own."""
-        return HostMemory, ([*self.slots], self.slots_setting, self._pin, self._activations)
-
-    @property
-    def slots_setting(self) -> Slots:
-        """The slots as a setting: a number if all devices have as many."""
-        each = tuple(self.slots.values())
-        return each[0] if len({*each}) == 1 else each
-
-    def reduce_slots(self) -> str:
-        """Take a slot from each device that has several, and return what that means; '' if no device has."""
-        if max(self.slots.values(), default=1) < 2:
-            return ""
-        self.slots = {device: max(1, count - 1) for device, count in self.slots.items()}
-        return f"slots={self.slots_setting} from now on, so weights may come later than they are needed"
+        return HostMemory, ([*self.slots], tuple(self.slots.values()), self._pin, self._activations)
 
     def up(self, device: torch.device) -> Stream:
         """Return the stream of a device that weights arrive on."""

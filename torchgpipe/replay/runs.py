@@ -113,7 +113,7 @@ class Run:
         self.is_compared = is_compared(layers.counts, structure) and not dispatch_modes()
         self._sums: list[Tensor | None] = []
         #: The random numbers that the first run drew, and what layers kept before it.
-        self._kept: tuple[Drawn, Before | None] | None = None
+        self._kept: tuple[Drawn, Before] | None = None
 
     @property
     def is_repeatable(self) -> bool:
@@ -134,8 +134,7 @@ class Run:
             with first_run():
                 result = compute()
             self._kept = layers.random.end(drawn), state
-            if state is not None:
-                state.end()
+            state.end()
         self._versions = layers.versions()
         forget_parametrizations()
         if versions(inputs) != untouched:
@@ -174,7 +173,7 @@ class Run:
         with (
             layers.exclusively(),
             layers.random.replay(drawn),
-            _nothing if state is None else state.again(),
+            state.again(),
             second_run(),
         ):
             result = compute()
@@ -206,5 +205,5 @@ class Run:
         """Forget what takes memory, when there is no further run: copies, and states of generators in kilobytes."""
         if self._kept is not None:
             drawn, state = self._kept
-            if drawn or (state is not None and state.holds_memory):
+            if drawn or state.holds_memory:
                 self._kept = None

@@ -56,12 +56,15 @@ class State:
 
     Args:
         modules: the modules
+        of_step: whether the state before a step is noted, which is put back if the step fails, and not that before a
+            first run
 
     Attributes:
         owners: the modules that train and have buffers, which run in one thread at a time
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, of_step: bool = False) -> None:
+        self._of_step = of_step
         self._places: list[_Place] = []
         self._hooks: list[dict[int, Any]] = []
         owners = []
@@ -72,13 +75,13 @@ class State:
             if is_users:
                 self._places.append(_Place(module, vars(module), ()))
             if (is_users or module._buffers) and isinstance(module._buffers, dict):  # Not those of TorchScript.
-                self._places.append(_Place(module, module._buffers, only_written(module)))
+                self._places.append(_Place(module, module._buffers, () if of_step else only_written(module)))
                 owners += [module] * bool(module.training and module._buffers)
         self.owners = frozenset(owners)
 
-    def begin(self) -> Before | None:
-        """Note the state before a first run; None if there can be none."""
-        return Before(self._places, self._hooks) if self._places else None
+    def begin(self) -> Before:
+        """Note the state before a first run or a step."""
+        return Before(self._places, self._hooks if self._places else [], of_step=self._of_step)
 
 
 class Before:
@@ -87,11 +90,17 @@ class Before:
     Args:
         places: where it is
         hooks: the hooks of the modules
+        of_step: see `State`
+
+    Attributes:
+        tensors: those that require grad
     """
 
-    __slots__ = ("_copies", "_found", "_hooks", "_large", "_needed")
+    __slots__ = ("_copies", "_found", "_hooks", "_large", "_needed", "_of_step", "tensors")
 
-    def __init__(self, places: Iterable[_Place], hooks: Iterable[dict[int, Any]]) -> None:
+    def __init__(self, places: Iterable[_Place], hooks: Iterable[dict[int, Any]], *, of_step: bool) -> None:
+        self._of_step = of_step
+        self.tensors: list[Tensor] = []
         #: Hooks, and how many there are; then those to which the first run has added.
         self._hooks = [(of_one, len(of_one)) for of_one in hooks]
         #: For each place what is there, and how many names there are.
@@ -107,15 +116,21 @@ class Before:
             self._found.append((place, values, len(place.values)))
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    self._note(place, name, value)
+                    if of_step and _is_shown(place, value):
+                        values[name] = _nothing  # It would stay in memory for the step.
+                    else:
+                        self._note(place, name, value)
 
     def _note(self, place: _Place, name: str, tensor: Tensor) -> None:
         if name in place.only_written:
             if place.module.training:
                 self._copies[tensor] = None
-        elif type(tensor) is Tensor and not tensor.requires_grad and tensor not in self._copies:
+        elif tensor.requires_grad:
+            self.tensors.append(tensor)
+        elif type(tensor) is Tensor and tensor not in self._copies:
             known, is_small = _changing.get(place.module), _is_small(tensor)
-            if is_small or known is None or name in known:
+            # Of a step, all unknown ones would be copied at once: those of quantised layers are all of their weights.
+            if is_small or (not self._of_step if known is None else name in known):
                 self._copies[tensor] = tensor.clone()
             if not is_small:
                 self._large.append((place.module, name, tensor, versions([tensor])))
@@ -126,6 +141,25 @@ class Before:
         Raises:
             RuntimeError: it has changed a large tensor in place that earlier runs have not changed.
         """
+        for tensor in self.learn():
+            raise RuntimeError(
+                f"{tensor} was changed in place, which no run has done before, so no copy was made for recomputation; "
+                "run the mini-batch again: from now on there are copies"
+            )
+        for place, values, count in self._found:
+            now = place.values
+            for name, value in values.items():
+                if isinstance(value, _KINDS):
+                    self._need(place, name, value)
+            if len(now) != count:
+                new = now.keys() - values.keys() - _OF_EVERY_MODULE
+                self._needed += [(now, name, _nothing) for name in new if isinstance(now[name], _KINDS)]
+        self._hooks = [(hooks, count) for hooks, count in self._hooks if len(hooks) > count]
+        self._found, self._large, self.tensors = [], [], []
+
+    def learn(self) -> list[str]:
+        """Note which large tensors runs change in place, and return those that have changed and have no copy."""
+        result = []
         # Tensors of dispatch modes may have no values.
         for module, name, tensor, before in [] if dispatch_modes() else self._large:
             copy, known = self._copies.get(tensor), _changing.setdefault(module, set())
@@ -136,21 +170,28 @@ class Before:
                     known.add(name)
             elif copy is None and versions([tensor]) != before:
                 known.add(name)
-                raise RuntimeError(
-                    f"'{name}' of a {type(module).__name__} was changed in place, which no run has done before, so no "
-                    f"copy of its {tensor.nbytes} bytes was made for recomputation; run the mini-batch again: from now "
-                    "on there are copies"
-                )
-        for place, values, count in self._found:
+                result.append(f"'{name}' of a {type(module).__name__}")
+        return result
+
+    @torch.no_grad()
+    def put_back(self) -> list[str]:
+        """Put the state before a step back, and return the large tensors that have changed and have no copy."""
+        result = self.learn()
+        for hooks, count in self._hooks:
+            for key in [*hooks][count:]:
+                del hooks[key]
+        for place, values, _ in self._found:
             now = place.values
+            for name in now.keys() - values.keys() - _OF_EVERY_MODULE:
+                if isinstance(now[name], _KINDS):
+                    del now[name]
             for name, value in values.items():
                 if isinstance(value, _KINDS):
-                    self._need(place, name, value)
-            if len(now) != count:
-                new = now.keys() - values.keys() - _OF_EVERY_MODULE
-                self._needed += [(now, name, _nothing) for name in new if isinstance(now[name], _KINDS)]
-        self._hooks = [(hooks, count) for hooks, count in self._hooks if len(hooks) > count]
-        self._found, self._large = [], []
+                    now[name] = value
+        for tensor, copy in self._copies.items():
+            if copy is not None and not torch.equal(copy, tensor):  # A new version may be one too many for a graph.
+                tensor.copy_(copy)
+        return result
 
     def _need(self, place: _Place, name: str, value: Any) -> None:
         """Keep a value for the second run."""
@@ -199,6 +240,12 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
         values[name] = value
     else:
         values.pop(name, None)
+
+
+def _is_shown(place: _Place, tensor: Tensor) -> bool:
+    """Return whether a tensor looks like an activation, which a layer shows, and sets anew in each run."""
+    is_kept = tensor.requires_grad or place.values is place.module._buffers or _is_small(tensor)
+    return tensor.grad_fn is not None or not is_kept
 
 
 def _is_small(tensor: Tensor) -> bool:
