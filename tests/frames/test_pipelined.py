@@ -754,6 +754,18 @@ def test_an_argument_that_the_sample_lacked_is_not_guessed_to_be_rows() -> None:
         model.unpipelined()
 
 
+def test_integers_like_another_argument_are_rows_though_the_sample_lacked_them() -> None:
+    """The attention mask of a collator, as in the recipe of Hugging Face, whose sample has ids and labels alone."""
+
+    def forward(self: Any, x: Tensor, mask: Any = 1) -> Any:
+        return Chain.forward(self, x) * mask
+
+    model, x, mask = made(forward)(), torch.randn(4, 2), torch.tensor([[1, 1], [1, 0], [0, 1], [1, 1]])
+    expected = torch.cat([model(*rows) for rows in zip(x.chunk(2), mask.chunk(2))])
+    pipelined(model, x, chunks=2, devices=TWO)
+    assert torch.equal(model(x, mask), expected)
+
+
 def test_rows_are_those_of_what_is_split() -> None:
     """They were those of the table, so that every micro-batch got all rows of the other."""
 

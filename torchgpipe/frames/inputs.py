@@ -18,7 +18,7 @@ mini-batch is one micro-batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -246,7 +246,10 @@ class Splitter:
         """
         rows = sum(sizes)
         faults: list[str] = []
-        divide = partial(self._divide, sizes=sizes, faults=faults)
+        named = [(name, value) for name, value in self._named(arguments) if self._split.get(name)]
+        #: Rows and columns of what is split, as of ``input_ids``: integers of this size, as a mask, are rows as well.
+        known = {value.shape[:2] for _, value in named if isinstance(value, Tensor) and value.dim() > 1}
+        divide = partial(self._divide, sizes=sizes, known=known, faults=faults)
         parts = [
             [value] * len(sizes) if name in self._whole else spread(value, divide, len(sizes), name)
             for name, value in self._named(arguments)
@@ -306,13 +309,16 @@ class Splitter:
     def _chunked(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in self._named(arguments) if name not in self._whole)
 
-    def _divide(self, value: Any, path: str, sizes: list[int], faults: list[str]) -> list[Any] | None:
+    def _divide(
+        self, value: Any, path: str, sizes: list[int], known: Container[Sequence[int]], faults: list[str]
+    ) -> list[Any] | None:
         """Return what each micro-batch gets of a value, or None if that is to be looked into.
 
         Args:
             value: the value
             path: its path
             sizes: the rows of each micro-batch
+            known: the sizes of what has rows
             faults: takes what has another number of rows
         """
         rows, is_tensor = sum(sizes), isinstance(value, Tensor)
@@ -324,7 +330,8 @@ class Splitter:
         wanted = self._split.get(path, length == rows)
         if not wanted or len(sizes) == 1 or (is_tensor and length <= 1 and rows != 1):  # A single row is broadcast.
             return [value] * len(sizes)
-        if path not in self._split and not self.on_meta:
+        is_like_another = is_tensor and not value.is_floating_point() and value.shape[:2] in known
+        if path not in self._split and not self.on_meta and not is_like_another:
             raise ValueError(
                 f"'{path}' has {length} items, as many as the batch has rows, but the sample did not have it, so "
                 f"nothing tells whether they are rows; give pipelined a sample with it, or no_chunk=['{path}']"
