@@ -331,10 +331,16 @@ def counting() -> Callable[[nn.Module, Tensor], Tensor]:
     return count
 
 
+def drawing(draw: Callable[[random.Random, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Draw from a generator that is no attribute of the layer, nor Python's own."""
+    generator = random.Random(0)
+    return lambda linear, x: draw(generator, linear(x))
+
+
 HIDDEN: dict[str, Callable[[], Callable[[nn.Module, Tensor], Tensor]]] = {
     "a number outside": counting,
-    "Python's random numbers": lambda: lambda linear, x: linear(x) * random.random(),
-    "the order of rows": lambda: lambda linear, x: linear(x)[:, random.sample(range(2), 2)] * (1 + random.random()),
+    "random numbers": lambda: drawing(lambda generator, y: y * generator.random()),
+    "the order": lambda: drawing(lambda generator, y: y[:, generator.sample([0, 1], 2)] * (1 + generator.random())),
 }
 
 

@@ -121,7 +121,7 @@ class Columns(list[Column]):
         assert self._numbers is not None
         return self._numbers.replicated(i, torch.device("cpu"))
 
-    def states_of_numbers(self, j: int) -> dict[bool, Tensor]:
+    def states_of_numbers(self, j: int) -> dict[int, Tensor]:
         """Return the states of the generators that follow the micro-batch which runs in column ``j``."""
         assert self._numbers is not None
         return self._numbers.states_now(self.devices[j])

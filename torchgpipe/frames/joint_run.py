@@ -28,7 +28,6 @@ from torchgpipe.frames.weights import add_shared
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.graph.function import Function
 from torchgpipe.graph.phony import get_phony
-from torchgpipe.model.untouched import python_random_states, set_python_random_states
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped, put_in_place, refill
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import NoValues, StandIn
@@ -204,7 +203,7 @@ class _Call:
         self._values = {id(clone): given[key] for key, clone in clones.items()}
         exchanged = Exchanged(args, kwargs, lambda tensor: clones[id(tensor)], caches=False)
         before = versions([*clones.values()])
-        begun, of_python = [state_of(generator) for generator in generators_of(device)], python_random_states()
+        begun = [state_of(generator) for generator in generators_of(device)]
         calls, kept = HookedCalls(door.module), KeptAttributes(door.module)
         try:
             output = door.call_module(exchanged.args, exchanged.kwargs)
@@ -226,11 +225,10 @@ class _Call:
         states = [state_of(generator) for generator in generators_of(device)]
         # Those of processes differ, and to take over one would look as if the module had drawn from it.
         drawn = [None if torch.equal(before, state) else state for before, state in zip(begun, states)]
-        drawn_in_python = None if python_random_states() == of_python else python_random_states()
         # The containers among the arguments, too, which the module may have changed.
         filled = mapped((args, kwargs), self.filled, objects=True) if can_change((args, kwargs)) else None
         forms = abstracted((told[0], told[2], told[3:], filled), [*given.values()])
-        self._told((values, forms, calls.names, places, changes, drawn, drawn_in_python))
+        self._told((values, forms, calls.names, places, changes, drawn))
         seen = [tensor for _, tensor in each((attributes, calls.seen), objects=True)]
         return _Outcome(output, added, seen, changed)
 
@@ -240,7 +238,7 @@ class _Call:
         Raises:
             OthersFail: the module has failed there.
         """
-        values, forms, names, places, changes, states, of_python = self._told(None)
+        values, forms, names, places, changes, states = self._told(None)
         tensors = [*given.values()]
         output, attributes, seen, filled = forms.made(tensors, door.column, device)
         if filled is not None:
@@ -248,8 +246,6 @@ class _Call:
         for generator, state in zip(generators_of(device), states):
             if state is not None:
                 go_on_from(generator, state)
-        if of_python is not None:
-            set_python_random_states(of_python)
         added = _added(args, kwargs, given)
         for part, told in zip((output, added, attributes, *seen), values, strict=True):
             stand_ins = [tensor for _, tensor in each(part, objects=True)]

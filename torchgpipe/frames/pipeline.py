@@ -42,7 +42,7 @@ from torchgpipe.model.given import order_of
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import tell_of_few
 from torchgpipe.model.sequence import CarriedCache
-from torchgpipe.model.untouched import in_mode, python_random_states, set_python_random_states, untouched
+from torchgpipe.model.untouched import in_mode, untouched
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_compiled
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
@@ -52,34 +52,7 @@ from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
 from torchgpipe.schedule import Action, Program, Schedule, program, program_of
 from torchgpipe.transport.copier import copier
 
-__all__ = ["NumbersOfProof", "Pipeline"]
-
-
-class NumbersOfProof(RandomNumbers):
-    """The random numbers of a proof, in which one micro-batch draws at a time: those of Python and NumPy, too.
-
-    Attributes:
-        draws_in_python: whether any of the latter were drawn
-    """
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.draws_in_python = False
-        self._python: dict[int, tuple[Any, Any]] = {}
-
-    @contextmanager
-    def of(self, i: int, device: torch.device) -> Iterator[None]:
-        """See `RandomNumbers.of`."""
-        with super().of(i, device):
-            callers = python_random_states()  # Here, where no other worker has exchanged them.
-            begun = self._python.get(i, callers)
-            set_python_random_states(begun)
-            try:
-                yield
-            finally:
-                self._python[i] = python_random_states()
-                self.draws_in_python |= self._python[i] != begun
-                set_python_random_states(callers)
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -584,7 +557,7 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), self.settings.places)
-        numbers = NumbersOfProof()
+        numbers = RandomNumbers(None)
         if self.together is not None:  # A micro-batch waits for other processes, too.
             patience = None
         batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.

@@ -15,7 +15,7 @@ from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.inputs import Arguments, SplitBatch
 from torchgpipe.frames.joint_run import JointRun
 from torchgpipe.frames.loss import MicroBatchLoss
-from torchgpipe.frames.pipeline import NumbersOfProof, Pipeline
+from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.visitors import InOnePiece, unobserved
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import cotangent
@@ -23,6 +23,7 @@ from torchgpipe.model.given import GIVE_THEM
 from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.proof.proof import Proof, Roots, Take
 from torchgpipe.replay.random import generators_in
+from torchgpipe.replay.random_numbers import RandomNumbers
 
 __all__ = ["PlainSide"]
 
@@ -70,7 +71,7 @@ class PlainSide(Proof, ABC):
             self._target = mapped(target, copy_without_graph) if with_loss else None
         self._with_loss = with_loss
         self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
-        self._random: NumbersOfProof | None = None
+        self._random: RandomNumbers | None = None
         self._drawn_before: list[bytes] = []
         #: The micro-batch that runs in the plain model, and what lets generators follow it.
         self._following: int | None = None
@@ -88,7 +89,7 @@ class PlainSide(Proof, ABC):
             self.all_together("the end of a run of the plain model"),
             self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as (aliases, visitor),
         ):
-            self._aliases, self._random = aliases, NumbersOfProof()
+            self._aliases, self._random = aliases, RandomNumbers(None)
             stand_ins = _AliasedGradients(aliases, visitor, self._names)
             if isinstance(visitor, JointRun):
                 visitor.note = lambda roots: self._outside.note(roots, stand_ins.own())
@@ -118,7 +119,7 @@ class PlainSide(Proof, ABC):
         of_layers = self._states_of_layers() != self._drawn_before
         if self._processes is not None:
             self._processes.meet("what the plain model draws")
-        return self.agreed(any(self._random.drawn) or self._random.draws_in_python or of_layers, any)
+        return self.agreed(any(self._random.drawn) or of_layers, any)
 
     def _states_of_layers(self) -> list[bytes]:
         """Return the states of generators that layers have of their own."""

@@ -293,7 +293,7 @@ class RemoteFrame(Frame):
             error.add_note(f"micro-batch {self.i}, behind '{self.module}', which another process has")
             raise
 
-    def hand_on_numbers(self, j: int, states: dict[bool, Tensor]) -> None:
+    def hand_on_numbers(self, j: int, states: dict[int, Tensor]) -> None:
         """Leave the states of generators behind column ``j`` to the process of the next one, unless that was done."""
         if j not in self._handed_on:
             self._handed_on.add(j)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -67,9 +68,7 @@ def all_or_nothing(
 def _leaves(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the leaves among tensors that may get a gradient outside of the parameters of modules, each once."""
     leaves = {tensor: None for tensor in tensors if tensor.requires_grad and tensor.is_leaf}
-    if not leaves:
-        return []
-    owned = {parameter for module in modules for parameter in module._parameters.values()}
+    owned = {parameter for module in modules for parameter in module._parameters.values()} if leaves else {}
     return [leaf for leaf in leaves if leaf not in owned]
 
 
@@ -86,14 +85,9 @@ def _held_by(function: Any) -> Iterator[Any]:
         elif isinstance(value, partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif callable(value) and not isinstance(value, type):
-            cells, code = getattr(value, "__closure__", None) or (), getattr(value, "__code__", None)
-            pending += [getattr(value, "__self__", None), *[_content(cell) for cell in cells]]
-            pending += [value.__globals__.get(name) for name in code.co_names] if code is not None else []
-            pending += [*getattr(value, "__dict__", {}).values()]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # The variable has no value yet.
-        return None
+            cells, known = getattr(value, "__closure__", None) or (), getattr(value, "__globals__", {})
+            pending += [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
+            pending += [cell.cell_contents for cell in cells if cell != CellType()]
+            # Not functions, which lead on to all that PyTorch has.
+            names = known.keys() & value.__code__.co_names if known else ()
+            pending += [known[name] for name in names if isinstance(known[name], (nn.Module, Tensor))]

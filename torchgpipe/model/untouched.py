@@ -32,8 +32,6 @@ __all__ = [
     "attributes",
     "changes_no_number",
     "in_mode",
-    "python_random_states",
-    "set_python_random_states",
     "untouched",
 ]
 
@@ -79,7 +77,6 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
     ]
     restore += [_restoring_parameter(parameter) for parameter in module.parameters()]
     owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
-    of_python = python_random_states()
     with restored_generators({*owned, *devices}, list(module.modules())):
         try:
             for leaf in grads:
@@ -93,24 +90,6 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
                 leaf.grad = grad
             for put_back in restore:
                 put_back()
-            set_python_random_states(of_python)
-
-
-def python_random_states() -> tuple[Any, Any]:
-    """Return the states of the generators of Python and of NumPy, the latter if NumPy is imported, to compare."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    kind, keys, *others = numpy.random.get_state()
-    return random.getstate(), (kind, tuple(keys.tolist()), *others)
-
-
-def set_python_random_states(states: tuple[Any, Any]) -> None:
-    """Give the generators of Python and of NumPy states from `python_random_states`."""
-    of_python, of_numpy = states
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 class Buffers:

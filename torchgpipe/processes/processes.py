@@ -331,7 +331,7 @@ class Processes:
                     store.wait([key], _LOOK)
             return unpack(store.get(key))
 
-    def take_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
+    def take_numbers(self, states: dict[int, Tensor], i: int, j: int) -> None:
         """Take over the states of generators behind the column before ``j``, if that is in another process.
 
         Args:
@@ -343,7 +343,7 @@ class Processes:
             with self.exchanging(f"the random state of micro-batch {i}", [self.owners[j - 1]]):
                 states.update(self.messages.hear(self.owners[j - 1], tag_of(NUMBERS, i, j)))
 
-    def leave_numbers(self, states: dict[bool, Tensor], i: int, j: int) -> None:
+    def leave_numbers(self, states: dict[int, Tensor], i: int, j: int) -> None:
         """Leave the states of generators behind column ``j`` to the process of the next one, if that is another."""
         if j + 1 < len(self.owners) and not self.is_mine(j + 1):
             self.messages.tell(dict(states), [self.owners[j + 1]], tag_of(NUMBERS, i, j + 1))

@@ -50,9 +50,9 @@ def are_those_of_the_process() -> bool:
 
 @contextmanager
 def sharing(generators: Iterable[Generator]) -> Iterator[None]:
-    """Hold one or two generators for a ``with`` block; pipelines inside of the block share them among themselves."""
+    """Hold generators of one or two devices for a ``with`` block; pipelines inside share them among themselves."""
     locks = _locks.get()
-    first, *others = [locks[generator.device] for generator in generators]
+    first, *others = [locks[device] for device in {generator.device: None for generator in generators}]
     with first, others[0] if others else _nothing:
         # A pipeline inside of this block has workers, which must not wait for this thread. As `own_locks`, but faster.
         token = _locks.set(_Locks())
@@ -64,7 +64,7 @@ def sharing(generators: Iterable[Generator]) -> Iterator[None]:
 
 @contextmanager
 def borrowed(starts: Mapping[Generator, Tensor | int]) -> Iterator[list[Tensor]]:
-    """Let one or two generators go on from states or seeds in a ``with`` block, and put them back afterwards.
+    """Let generators of one or two devices go on from states or seeds in a ``with`` block, and put them back after it.
 
     Provide the states that they begin with; nobody else draws from them meanwhile.
     """

@@ -1,7 +1,7 @@
 """Replay random numbers: the second run of a layer must draw what the first run drew.
 
-A layer draws from the generator of the CPU, from the generator of its own device, or from a generator that is one of
-its attributes. The states of all these generators are noted before and after the first run of a checkpointed cell. A
+A layer draws from the generator of the CPU, of its own device, of Python or of NumPy, or from a generator that is one
+of its attributes. The states of all these generators are noted before and after the first run of a checkpointed cell. A
 state that differs is kept, and the second run starts from it. So a cell that drew nothing restores nothing, and it does
 not matter what is drawn between the two runs.
 
@@ -9,6 +9,10 @@ The CPU has one generator for all threads. If two cells drew from it at the same
 sequence, and no state would bring its part back. So cells on the CPU run in turn (`sharing_generator`). Cells on
 accelerators run beside them and should draw from their own devices: a recomputation there leaves the CPU's generator to
 the cells of the CPU, watches the generator, and raises an error if it is drawn from.
+
+Python and NumPy have one generator each for all threads, too, and threads that load data may draw from it. So a state
+that differs does not tell that a layer has drawn. It is replayed in any case, and what the second run returns is
+compared.
 
 A layer may get a new generator between the call and backward, whose states were not noted. Then recomputation raises
 an error.
@@ -26,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_of, generators_of_all, go_on_from, state_of
+from torchgpipe.devices.generators import OUTSIDE, Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
 __all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators", "sharing_generator"]
@@ -60,8 +64,8 @@ class RandomStates:
         modules: all modules on the device, which may have generators
         beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether other cells may draw from the generators between two cells
-        generators: those of the device that the cells may draw from, beside those of layers; None for all. What
-            another thread draws from the others is not noted, and so not replayed
+        generators: those of the device that the cells may draw from, beside those of layers, Python and NumPy; None for
+            all. What another thread draws from the others is not noted, and so not replayed
     """
 
     def __init__(
@@ -73,7 +77,8 @@ class RandomStates:
         between: bool,
         generators: Sequence[Generator] | None = None,
     ) -> None:
-        self._of_the_device = tuple(generators_of(device) if generators is None else generators)
+        found = generators_of(device) if generators is None else (*generators, *OUTSIDE)
+        self._of_the_device = tuple(dict.fromkeys(found))
         self._modules = modules
         self._beside = beside
         self._between = between
@@ -107,7 +112,7 @@ class RandomStates:
             for generator, state, old, new, replayed in zip(
                 self._generators, before.states, before.contents, after.contents, disturbed
             )
-            if old != new or replayed
+            if old != new or (replayed and generator not in OUTSIDE)
         )
 
     def forget(self) -> None:
@@ -163,7 +168,7 @@ def _count_replay(draws: Iterable[_Draw]) -> Counter[torch.device]:
 @contextmanager
 def _replay(drawn: Drawn) -> Iterator[None]:
     own_draws = [draw for draw in drawn if not draw.foreign]
-    foreign = [draw.generator for draw in drawn if draw.foreign]
+    foreign = [draw.generator for draw in drawn if draw.foreign and draw.generator not in OUTSIDE]
     replays = _count_replay(own_draws)
     watched = _note(foreign)
     current = [state_of(draw.generator) for draw in own_draws]
@@ -173,7 +178,8 @@ def _replay(drawn: Drawn) -> Iterator[None]:
         yield
         for draw in own_draws:
             device = draw.generator.device
-            _verify(draw, disturbed=_replays[device] != replays[device])
+            if draw.generator not in OUTSIDE:
+                _verify(draw, disturbed=_replays[device] != replays[device])
         now = _note(foreign)
         # If another replay has begun or ended on the CPU, the change may come from that replay.
         if now.contents != watched.contents and now.replays == watched.replays:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import Generator, generators_of, generators_of_all, go_on_from, state_of
+from torchgpipe.devices.generators import OUTSIDE, Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.generator_locks import are_those_of_the_process, borrowed, cpu_lock, sharing
 
@@ -31,11 +31,17 @@ class Draws(NamedTuple):
     Attributes:
         cpu: whether it draws from the generator of the CPU
         device: whether it draws from generators of accelerators
+        python: whether it draws from that of Python's ``random``
+        numpy: whether it draws from that of ``numpy.random``
     """
 
     cpu: bool
     device: bool
+    python: bool
+    numpy: bool
 
+
+_ALL = Draws(True, True, True, True)
 
 #: For a model, and the modes of all modules in it, what it draws from.
 _known: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], Draws]] = WeakKeyDictionary()
@@ -51,6 +57,7 @@ class RandomNumbers:
 
     Attributes:
         callers_generator: the generator of the CPU, which the caller draws from as well
+        follows: the generators that follow the micro-batches
         is_surprised: whether the model has drawn, though it was known to draw nothing
     """
 
@@ -59,21 +66,23 @@ class RandomNumbers:
     ) -> None:
         self._model, self._modes = model, modes or (() if model is None else modes_of(model))
         self._draws = None if model is None else _known.get(model, {}).get(self._modes)
-        #: Which generators follow the micro-batches.
-        self._swaps = self._draws or Draws(True, True)
-        self._drawn = [False, False]
+        self.follows = self._draws or _ALL
+        self._drawn = [False] * len(_ALL)
         self.is_surprised = False
         #: By micro-batch and kind of generator, the state that the micro-batch has left in its last cell.
-        self._states: dict[int, dict[bool, Tensor]] = {}
+        self._states: dict[int, dict[int, Tensor]] = {}
         self._base = 0
         #: The states of the caller's generator before and after the seeds were drawn from it.
         self._seeded: tuple[Tensor, Tensor] | None = None
         with _unnoticed() as before:
-            if any(self._swaps):  # The model is not known to draw nothing.
+            if any(self.follows):  # The model is not known to draw nothing.
                 self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
                 self._seeded = before, state_of(torch.default_generator)
+            # Python's and NumPy's are for all threads, such as those that load data; `Run` looks at what cells draw.
             others = [
-                generator for generator in generators_of_all(devices) if not self._swaps[_is_of_a_device(generator)]
+                generator
+                for generator in generators_of_all(devices)
+                if not self.follows[_kind_of(generator)] and generator not in OUTSIDE
             ]
             self._watch = _WatchedGenerators(others)
             self.callers_generator = CallersGenerator()
@@ -90,9 +99,9 @@ class RandomNumbers:
 
     def following(self, device: torch.device) -> list[Generator]:
         """Return the generators of a device that follow the micro-batches."""
-        if not any(self._swaps):
+        if not any(self.follows):
             return []
-        return [generator for generator in generators_of(device) if self._swaps[_is_of_a_device(generator)]]
+        return [generator for generator in generators_of(device) if self.follows[_kind_of(generator)]]
 
     def of(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let the generators follow micro-batch ``i`` in a ``with`` block."""
@@ -104,12 +113,12 @@ class RandomNumbers:
         states = self._states.setdefault(i, {})
         seed = _seed(self._base, i)
         # What the generator of an accelerator has come to on one device goes on on the next.
-        with borrowed({generator: states.get(_is_of_a_device(generator), seed) for generator in generators}) as begun:
+        with borrowed({generator: states.get(_kind_of(generator), seed) for generator in generators}) as begun:
             try:
                 yield
             finally:
                 for generator, before in zip(generators, begun):
-                    states[_is_of_a_device(generator)] = self._noted(generator, before)
+                    states[_kind_of(generator)] = self._noted(generator, before)
 
     def replicated(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let the generators follow what all processes draw for micro-batch ``i`` in a ``with`` block."""
@@ -120,22 +129,17 @@ class RandomNumbers:
         self._base = seed
 
     @property
-    def follows(self) -> tuple[bool, bool]:
-        """Whether the generators of the CPU, and of devices, follow the micro-batches."""
-        return self._swaps.cpu, self._swaps.device
-
-    @property
     def seed(self) -> int:
         """The seed of the mini-batch; 0 if nothing is drawn."""
         return self._base
 
-    def state(self, i: int) -> dict[bool, Tensor]:
+    def state(self, i: int) -> dict[int, Tensor]:
         """Return the states that micro-batch ``i`` has left in its last cell, which may go on in another process."""
         return self._states.setdefault(i, {})
 
-    def states_now(self, device: torch.device) -> dict[bool, Tensor]:
+    def states_now(self, device: torch.device) -> dict[int, Tensor]:
         """Return the states of the generators that follow a micro-batch, within the block of `of`."""
-        return {_is_of_a_device(generator): state_of(generator) for generator in self.following(device)}
+        return {_kind_of(generator): state_of(generator) for generator in self.following(device)}
 
     def also(self, drawn: Draws) -> None:
         """Note what other processes have drawn from."""
@@ -159,7 +163,7 @@ class RandomNumbers:
         """Return the state of a generator, and note whether it was drawn from."""
         state = state_of(generator)
         if not torch.equal(state, before):  # No `|=`, which reads first: another worker's True would be lost.
-            self._drawn[_is_of_a_device(generator)] = True
+            self._drawn[_kind_of(generator)] = True
         return state
 
     def end(self, *, counts: bool, recomputes: bool) -> None:
@@ -174,7 +178,9 @@ class RandomNumbers:
         """
         unseen = self._watch.drawn_from()
         self.is_surprised = bool(unseen)
-        draws = Draws(True, True) if unseen else self._draws or self.drawn
+        draws = self._draws or self.drawn
+        if unseen:
+            draws = draws._replace(cpu=True, device=True)
         if self._model is not None and (counts or unseen):
             _known.setdefault(self._model, {})[self._modes] = draws
         if unseen and recomputes:
@@ -193,8 +199,9 @@ class RandomNumbers:
 _nothing = nullcontext()
 
 
-def _is_of_a_device(generator: Generator) -> bool:
-    return generator.device.type != "cpu"
+def _kind_of(generator: Generator) -> int:
+    """Return the place of a generator in `Draws`."""
+    return OUTSIDE.index(generator) + 2 if generator in OUTSIDE else int(generator.device.type != "cpu")
 
 
 def modes_of(model: nn.Module) -> tuple[Any, ...]:

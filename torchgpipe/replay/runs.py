@@ -20,6 +20,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.devices.generators import OUTSIDE
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
 from torchgpipe.replay.exclusive import exclusive
 from torchgpipe.replay.found import Found
@@ -133,8 +134,11 @@ class Run:
             drawn, state = layers.random.begin(), layers.state.begin()
             with first_run():
                 result = compute()
-            self._kept = layers.random.end(drawn), state
+            draws = layers.random.end(drawn)
+            self._kept = draws, state
             state.end()
+        # Another thread may have drawn these numbers, too, so nothing else tells whether they were drawn again.
+        self.is_compared |= not dispatch_modes() and any([draw.generator in OUTSIDE for draw in draws])
         self._versions = layers.versions()
         forget_parametrizations()
         if versions(inputs) != untouched:
