@@ -35,19 +35,18 @@ def verify_chunks(chunks: Any) -> int:
         TypeError: ``chunks`` is not an integer.
         ValueError: ``chunks`` is below 1.
     """
-    return verify_number("number of chunks", chunks, positive=True)
+    whole = int(chunks) if isinstance(chunks, float) and chunks.is_integer() else chunks
+    return verify_number("number of chunks", whole, positive=True)
 
 
 def verify_number(name: str, number: Any, *, positive: bool = False) -> int:
-    """Return a setting as an int, given one or a whole float.
+    """Return a setting as an int.
 
     Raises:
         TypeError: it is something else, such as text or a truth value.
         ValueError: it is not positive, and has to be.
     """
     message = f"{name} must be {'positive' if positive else 'an'} integer, but got {number!r}"
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
     if isinstance(number, bool) or not hasattr(number, "__index__"):
         raise TypeError(message)
     if positive and number < 1:
