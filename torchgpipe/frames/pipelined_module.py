@@ -161,8 +161,7 @@ class _Pipelined(nn.Module):
             a table to print; ``is_equal`` says whether the two agree, and ``faults`` lists what differs
 
         Raises:
-            ValueError: the plain model takes the mini-batch, but not as micro-batches, or a micro-batch fails in the
-                pipeline only.
+            ValueError: a micro-batch fails in the pipeline only.
             RuntimeError: a micro-batch waits for ever, as for a lock.
             Exception: what the plain model raises, with a note.
         """

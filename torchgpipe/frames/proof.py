@@ -27,7 +27,6 @@ from torchgpipe.frames.outputs import join, verify_known
 from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
-from torchgpipe.frames.threads import WaitsForever
 from torchgpipe.frames.variation import vary_sample
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import Compared, Comparison, difference_of
@@ -131,10 +130,7 @@ class FramesProof(PlainSide):
             return super().with_numbers(i)
         except Exception as error:
             if i is None:
-                error.add_note(
-                    f"while the plain model ran on {sum(self._sizes)} rows, to compare the pipeline with it "
-                    f"({self._decisions()}); perhaps {self._remedy()}"
-                )
+                self.explain_failure(error, sum(self._sizes))
             raise
 
     def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
@@ -283,21 +279,14 @@ class FramesProof(PlainSide):
     def compare_evaluation(self, outputs: list[Any]) -> None:
         ours: dict[int, Any] = {}
         pipeline = self._pipeline
-        try:
-            with (
-                pipeline.aliased(backward=False) as aliases,
-                nullcontext() if pipeline.together is None else pipeline.together.processes.at_step(),
-            ):
-                pipeline.mini_batch_for_proof(
-                    self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
-                ).run_forward_half()
-        except Exception as error:
-            if isinstance(error, WaitsForever) or pipeline.together is not None:  # Others have lost what was sent.
-                raise
-            if not (_is_ours(error) or is_of_compiler(error)):
-                raise self._describe_failure(error) from error
-            self.skip(f"evaluation, which the pipeline refuses ({error})")
-            return
+        with (
+            self._refusing(),
+            pipeline.aliased(backward=False) as aliases,
+            nullcontext() if pipeline.together is None else pipeline.together.processes.at_step(),
+        ):
+            pipeline.mini_batch_for_proof(
+                self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
+            ).run_forward_half()
         if pipeline.together is not None and not pipeline.together.processes.is_mine(len(self._devices) - 1):
             return
         where = f"in evaluation, with a thread for each device; {_advise(self._module)}"
@@ -311,14 +300,11 @@ class FramesProof(PlainSide):
         except Exception as error:
             if _is_ours(error) or is_of_compiler(error):
                 raise
-            raise self._describe_failure(error) from error
-
-    def _describe_failure(self, error: Exception) -> ValueError:
-        return ValueError(
-            f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain model; "
-            "perhaps the model keeps state for a later layer, which another micro-batch has changed by then: return it "
-            "instead, or give a balance that keeps both in one partition"
-        )
+            raise ValueError(
+                f"a micro-batch fails in the pipeline ({type(error).__name__}: {error}), but not in the plain model; "
+                "perhaps the model keeps state for a later layer, which another micro-batch has changed by then: "
+                "return it instead, or give a balance that keeps both in one partition"
+            ) from error
 
     def _compare_outputs(self, plain: list[Any], ours: dict[int, Any], mode: str, where: str, tolerance: float) -> None:
         for i in range(len(plain)):

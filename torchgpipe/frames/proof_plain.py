@@ -200,21 +200,12 @@ class PlainSide(Proof, ABC):
             self._factors[i] = factor
         return {"loss": number}
 
-    def explain_failure(self, error: Exception) -> Exception:
-        sizes = self._sizes
-        try:
-            if not self._has_rows:
-                raise error
-            with self._untouched(), self.running_plain():
-                self.run_plain(None)
-        except Exception as alone:
-            alone.add_note("while the sample ran through the plain model, to compare the pipeline with it")
-            return alone
-        return ValueError(
-            f"the plain model does not take a mini-batch of {sum(sizes)} rows as micro-batches of "
-            f"{sizes} rows ({type(error).__name__}: {error}), so it cannot be split in this way "
-            f"({self._decisions()}); {self._remedy()}"
+    def explain_failure(self, error: Exception, rows: Any = None) -> Exception:
+        error.add_note(
+            f"while {rows or self._sizes} rows of the sample ran through the plain model, to compare the pipeline with "
+            f"it ({self._decisions()}); perhaps {self._remedy()}"
         )
+        return error
 
     def _remedy(self) -> str:
         batch = self._settings.study.splitter.batch

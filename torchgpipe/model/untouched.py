@@ -71,9 +71,10 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
     grads = {tensor: tensor.grad for tensor in values if tensor.is_leaf and tensor.requires_grad}
     # Lazy layers come into being in their first run.
     restore = [
-        _restoring(child)
+        put_back
         for child in module.modules()
         if not any([parameter is not None and is_lazy(parameter) for parameter in child._parameters.values()])
+        for put_back in _restoring(child)
     ]
     restore += [_restoring_parameter(parameter) for parameter in module.parameters()]
     owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
@@ -164,20 +165,11 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
             child.training = before
 
 
-def _restoring(child: nn.Module) -> Callable[[], None]:
+def _restoring(child: nn.Module) -> list[Callable[[], Any]]:
     """Return what puts a module back: its attributes and its hooks."""
-    put_back_state = _restoring_state(vars(child))
     # A library that installs hooks in the first run notes that in an attribute, so both are put back.
-    hooks = [(vars(child)[name], dict(vars(child)[name])) for name in _HOOKS if vars(child).get(name) is not None]
-
-    def put_back() -> None:
-        put_back_state()
-        for value, copied in hooks:
-            if [*value] != [*copied]:
-                value.clear()
-                value.update(copied)
-
-    return put_back
+    hooks = [put_back for name in _HOOKS for put_back in _put_backs(vars(child).get(name), 0)]
+    return [_restoring_state(vars(child)), *hooks]
 
 
 def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:

@@ -304,9 +304,12 @@ class Proof(ABC):
                 self.skip(f"training, in which the plain model fails on the sample ({_quote(error)})")
                 continue
             self._draws |= run.draws
-            if not (training and run.draws and self.draws_in_another_order):
+            if not (run.draws and self.draws_in_another_order):
                 break
-            self.skip("training, in which layers draw random numbers, and a pipeline draws in another order")
+            if training:
+                self.skip("training, in which layers draw random numbers, and a pipeline draws in another order")
+            else:
+                self.comparison.note("random numbers", _DRAWS)
         return training, run
 
     def _evaluated(self, apart: PlainRun, couples: bool) -> list[Any] | None:
@@ -564,6 +567,10 @@ class Proof(ABC):
         return noise
 
 
+_DRAWS = (
+    "layers draw random numbers in evaluation, too, and a pipeline draws in another order, so nothing can be compared; "
+    "let them draw in training only"
+)
 _CHANGES = (
     "the model changes from call to call, in {}: the same rows give other outputs the second time, without a pipeline "
     "either, so micro-batches cannot give what all rows give; switch off what it observes or counts, as by "
@@ -582,14 +589,12 @@ def without_zeros(module: nn.Module) -> Iterator[None]:
 
     Not a buffer, nor a tensor of a class of its own: what their zeros say is not known.
     """
-    plain = [pair for pair in module.named_parameters() if type(pair[1]) is nn.Parameter and not pair[1].is_meta]
     zeros = [
         (name, parameter.detach())
-        for name, parameter in plain
-        if parameter.is_floating_point()
-        and parameter.layout is torch.strided
-        and not parameter.any()
-        and parameter.untyped_storage().nbytes() >= parameter.nbytes  # Else it is expanded.
+        for name, parameter in module.named_parameters()
+        if type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
+        # Neither without values nor expanded.
+        if not (parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes or parameter.any())
     ]
     try:
         # In place, with a new version: copies of the weights elsewhere follow that.

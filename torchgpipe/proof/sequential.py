@@ -31,10 +31,6 @@ from torchgpipe.skip.tracker import SkipTracker
 
 __all__ = ["SequentialProof"]
 
-_DRAWS = (
-    "layers draw random numbers in evaluation, too, and a pipeline draws in another order, so nothing can be compared; "
-    "let them draw in training only, or compare a model without them"
-)
 _DIFFERS = "is not that of the layers, run one by one"
 
 
@@ -144,6 +140,7 @@ class SequentialProof(Proof):
     def running_plain(self) -> Iterator[Take]:
         with _StandIns(self._module) as stand_ins:
             self._before = generator_states(self._devices)
+            self._loss = self._make_loss(self._chunks) if self._steps and self._make_loss is not None else None
             yield stand_ins
 
     def draws(self) -> bool:
@@ -159,11 +156,7 @@ class SequentialProof(Proof):
         return output.replace(tuple([leaf if leaf is None else copy_without_graph(leaf) for leaf in output.leaves]))
 
     def roots(self, i: int, output: Batch) -> Roots:
-        if self._steps:
-            if i == 0:
-                assert self._make_loss is not None
-                self._loss = self._make_loss(self._chunks)
-            assert self._loss is not None
+        if self._loss is not None:
             share = self._loss.finish(i, output)
             return [(share, torch.ones_like(share))] if share.requires_grad else []
         pairs = [(leaf, cotangent(f"{k} {i}", leaf)) for k, leaf in enumerate(output.leaves) if leaf is not None]
@@ -181,13 +174,7 @@ class SequentialProof(Proof):
         return iter(_named(self._batches(1)[0].value).items())
 
     def sum_losses(self) -> Tensor | None:
-        return self._loss.sum() if self._steps and self._loss is not None else None
-
-    def _run_apart(self) -> tuple[bool, PlainRun]:
-        training, run = super()._run_apart()
-        if run.draws:
-            self.comparison.note("random numbers", _DRAWS)
-        return training, run
+        return None if self._loss is None else self._loss.sum()
 
     # ------------------------------------------------------------------------------------------------------------ rows
 
@@ -222,12 +209,9 @@ class SequentialProof(Proof):
         self._compare("", apart, _named(outputs), lambda: self._differentiated(self._pipeline()))
         if self._make_loss is not None:
             self._steps = True
-            try:
-                stepped = self.apart()
-                assert stepped.loss is not None
-                self._compare(" of a step", stepped, {"['loss']": stepped.loss}, self._stepped)
-            finally:
-                self._steps, self._loss = False, None
+            stepped = self.apart()
+            assert stepped.loss is not None
+            self._compare(" of a step", stepped, {"['loss']": stepped.loss}, self._stepped)
 
     def _compare(
         self, what: str, apart: PlainRun, outputs: Mapping[str, Tensor], run: Callable[[], dict[str, Tensor]]
