@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import torchgpipe
 from tests.distributed.launch import launch
+from tests.frames.test_recomputed import X, noting
 from torchgpipe.processes.stand_in import StandIn
 
 pytestmark = pytest.mark.slow
@@ -104,3 +106,31 @@ def test_micro_batches_with_other_crossings(partitions: int, way: str) -> None:
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert (found[name] == grad).all() if way == "step" else abs(found[name] - grad).max() < 1e-12, name
+
+
+def _recomputed_in_each() -> Any:
+    events: list[str] = []
+    grads = []
+    for mode in ("never", ["layers.0", "layers.1"]):
+        torch.manual_seed(0)
+        model: Any = noting(events)
+        torchgpipe.pipelined(
+            model,
+            X[:2],
+            chunks=3,
+            mesh=init_device_mesh("cpu", (2,)),
+            devices=["cpu"],
+            balance={"layers.3": 1},
+            checkpoint=mode,
+            loss_fn=lambda y, _: y.pow(2).mean(),
+        )
+        events.clear()
+        model.step(X)
+        grads.append([parameter.grad for parameter in [*model.parameters()]])
+    assert all(map(torch.equal, *grads))
+    return events
+
+
+def test_all_modules_of_a_cell_run_again_before_the_gradient_comes_from_another_process() -> None:
+    """A process waited for the gradient, and recomputed afterwards."""
+    assert launch(2, _recomputed_in_each) == [3 * ["second", "first", "gradient"], []]

@@ -168,6 +168,38 @@ def test_activations_are_not_kept() -> None:
     assert [one() for one in held] == 6 * [None]
 
 
+def noting(events: list[str]) -> nn.Module:
+    """Return layers of which the first two note their second runs, and the third when its gradient arrives."""
+
+    def second_run(name: str) -> nn.Module:
+        def noted(linear: nn.Linear, x: Tensor) -> Tensor:
+            if is_recomputing():
+                events.append(name)
+            y: Tensor = linear(x).sin()
+            return y
+
+        return Using(noted)
+
+    def gradient(linear: nn.Linear, x: Tensor) -> Tensor:
+        y: Tensor = linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: events.append("gradient"))
+        return y
+
+    return Chain(second_run("first"), second_run("second"), Using(gradient), nn.Linear(4, 4)).double()
+
+
+@pytest.mark.parametrize("run", ["step", "backward"])
+def test_the_module_that_backward_begins_with_runs_again_before_the_gradient_is_there(run: str) -> None:
+    """A device that waited for a gradient recomputed afterwards. All modules at once would take more memory."""
+    events: list[str] = []
+    options: Any = {"balance": {"layers.3": 1}, "checkpoint": ["layers.0", "layers.1"], "loss_fn": lambda y, _: mean(y)}
+    model = pipelined(noting(events), X[:2], chunks=3, devices=TWO, **options)
+    events.clear()
+    trained(model, run)
+    assert events == 3 * ["second", "gradient", "first"]
+
+
 class Noise(nn.Linear):
     generator: Any = None
 

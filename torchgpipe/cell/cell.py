@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -89,12 +89,13 @@ class Cell:
     Attributes:
         i, column: see above
         exports: the tensors that later cells or the caller take; None for one that needs no gradient
+        second_runs: begin the second runs of modules that run again, in the order of their first runs
         sources: for each import, where its gradient goes
         span: the numbers of the autograd nodes that were made in this cell, the first, and the one behind the last, if
             the graph is to be verified; else None
     """
 
-    __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "sources", "span")
+    __slots__ = ("__weakref__", "_graph", "_known", "column", "exports", "i", "second_runs", "sources", "span")
 
     kind_of_export: type[Export] = Export
 
@@ -103,6 +104,7 @@ class Cell:
         self._graph: CutGraph | None = None
         self.exports: list[Export | None] = []
         self._known: dict[tuple[int, int], Export] = {}
+        self.second_runs: list[Callable[[], None]] = []
         self.sources: list[Source] = []
         self.span: tuple[int, int] | None = None
 

@@ -258,7 +258,8 @@ class Frame(TorchFunctionMode):
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call the module behind a door of this column; its arguments are imports."""
         self.begin_work()  # Here, as an accelerator has waited for the arguments before.
-        return door.call_module(args, kwargs, self._keep)
+        again = self._cells[door.column].second_runs if self._cells else None
+        return door.call_module(args, kwargs, self._keep, again)
 
     @property
     def _keep(self) -> Keep | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
@@ -129,7 +129,9 @@ class MiniBatch:
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
-        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, backward=backward)
+        # The last column waits for no gradient. Weights that are in host memory come for backward alone.
+        ahead = columns.recomputed - {self._n - 1} if not self._residence.has_copies else set[int]()
+        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, frozenset(ahead), backward=backward)
         #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
         self.crossings: list[Any] = [None] * self._m
         #: For a cell, the micro-batch that is differentiated next in its column.
@@ -243,7 +245,8 @@ class MiniBatch:
             self.random_numbers.callers_generator.kept(),
             nullcontext() if processes is None else processes.at_backward(),
         ):
-            self._executor().run(_only(self._agenda, "BIW"), Ambient(), keep_graph=keep_graph)
+            kinds = "BIW" if keep_graph else "RBIW"
+            self._executor().run(_only(self._agenda, kinds), Ambient(), keep_graph=keep_graph)
             if processes is not None:
                 add_shared(self.columns.users, self.aliases, processes)
         self._verified()
@@ -361,7 +364,16 @@ class MiniBatch:
     # ---------------------------------------------------------------------------------------------------- backward
 
     def recompute(self, i: int, j: int) -> None:
-        """See `ProgramFront.recompute`. Modules run again by themselves, when their backward comes."""
+        """See `ProgramFront.recompute`. Modules that have not run again do so when their backward comes."""
+        cell = self._cells[i][j]
+        assert cell is not None
+        # With the module that backward begins with, no more is alive than without R, and a plan counts on that. From
+        # another process the gradient takes longer.
+        first = cell.second_runs if self.columns.processes is not None else cell.second_runs[-1:]
+        with self._in_backward(j):
+            for run_again in reversed(first):
+                with cell.told("recomputation"):
+                    run_again()
 
     def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
         """See `ProgramFront.cell`."""
@@ -379,8 +391,14 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, j: int) -> Iterator[None]:
         """See `ProgramFront.differentiating`."""
+        with self._in_backward(j), self.aliases.filled(j):
+            yield
+
+    @contextmanager
+    def _in_backward(self, j: int) -> Iterator[None]:
+        """Let modules of column ``j`` run again in a ``with`` block."""
         visitor = visiting(RecomputationVisitor(self.columns, j))
-        with self.random_numbers.backward(self.columns.devices[j]), visitor, self.aliases.filled(j):
+        with self.random_numbers.backward(self.columns.devices[j]), visitor:
             yield
 
     def _where(self, i: int, j: int) -> str:
@@ -388,15 +406,26 @@ class MiniBatch:
 
 
 @lru_cache(maxsize=32)
-def _agenda_of(program: FrozenProgram, mine: tuple[bool, ...], *, backward: bool) -> Agenda:
+def _agenda_of(program: FrozenProgram, mine: tuple[bool, ...], ahead: Set[int], *, backward: bool) -> Agenda:
     """Return this process's part of an agenda: no more frames are under way than the program needs, and one to spare.
 
     A frame that comes later begins when an earlier one has ended, and takes over its thread. Without that, the first
     worker could begin all frames at once, each with a thread and with what a thread takes of each device's memory. The
-    agenda is in the order of time, so what an action waits for does not wait for the action.
+    agenda is in the order of time, so what an action waits for does not wait for the action. In the columns ``ahead``,
+    modules run again before their gradients are there.
     """
     n = len(mine)
-    agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, backward=backward)
+    with_recomputation = [
+        [
+            done
+            for kind, i, j in row
+            for done in ([Action("R", i, j)] if kind in ("B", "I") and j in ahead else []) + [Action(kind, i, j)]
+        ]
+        for row in program
+    ]
+    agenda = agenda_of(
+        tuple(map(tuple, with_recomputation)), tuple((j,) for j in range(n)), (False,) * n, backward=backward
+    )
     needs, ended = [list(numbers) for numbers in agenda.needs], deque[int]()
     for number, (kind, _, j) in enumerate(agenda.actions):
         if kind == "F" and j == 0 and len(ended) > SPARE:

@@ -1,16 +1,23 @@
 """A call of a module that keeps its arguments only, and runs again at backward.
 
-The first run leaves a graph whose nodes have not saved their tensors, by the hooks of `torch.utils.checkpoint`. When
-backward comes to the first of these nodes, the second run computes what they would have saved, and stops. So gradients
-go wherever the graph of the first run leads, also to what the module has got in other ways than as arguments.
+The first run leaves a graph whose nodes have saved *slots* in the place of tensors. The second run fills the slots, and
+stops when the last one is filled. So gradients go wherever the graph of the first run leads, also to what the module
+has got in other ways than as arguments:
 
-PyTorch only repeats the random numbers and autocast, and for random numbers it puts the generator of the whole process
-back and forth, without a look at other threads. So here the second run is that of a GPipe: see `replay.runs`.
+    first run     x ──► multiply ──► sin ──► y          second run    x ──► multiply ──► sin
+                           │          │                                        │          │
+                          slot       slot                                  tensor ──► slots ──► backward
+
+Backward asks for what is in a slot, and so begins the second run. It needs no gradient, so it can begin earlier.
+
+The checkpoint of PyTorch does as much, but only backward begins its second run. It repeats the random numbers and
+autocast only, and for random numbers it puts the generator of the whole process back and forth, without a look at other
+threads. So here the second run is that of a GPipe: see `replay.runs`.
 """
 
 from __future__ import annotations
 
-import inspect
+import weakref
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -18,52 +25,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from torchgpipe.devices.torch_internals import saved_tensors_hooks_in_use, versions
+from torchgpipe.devices.torch_internals import versions
 from torchgpipe.model.values import copied, each, mapped
 from torchgpipe.offload.host_copies import HostCopy, restored
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers, Run
 
-__all__ = ["Keep", "recomputed"]
+__all__ = ["Keep", "SecondRun", "recomputed"]
 
 
 #: What to keep of a tensor until the second run: the tensor, or its host copy.
 Keep = Callable[[Tensor], Tensor | HostCopy]
 
+#: Begins a second run, as long as there is a graph that needs it.
+SecondRun = Callable[[], None]
+
 
 def recomputed(
-    module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any, keep: Keep | None = None
+    module: nn.Module,
+    name: str,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    keep: Keep | None = None,
+    again: list[SecondRun] | None = None,
 ) -> Any:
     """Call a module, let it run again at backward, and return what it returns; see `_Runs` for the arguments.
+
+    Args:
+        again: takes what begins the second run before backward does
 
     Raises:
         RuntimeError: the module has changed its arguments in place.
     """
     runs = _Runs(module, name, call, args, kwargs, keep)
-    try:
-        # A second run that is to be compared goes on to its end.
-        return checkpoint(runs, use_reentrant=False, preserve_rng_state=False, early_stop=not runs.are_compared)
-    except BaseException as error:
-        _end_checkpoint(error)
-        raise
+    output = runs.first(args, kwargs)
+    if again is not None:
+        again.append(_ahead(weakref.ref(runs)))
+    return output
 
 
-def _end_checkpoint(error: BaseException) -> None:
-    """Take the hooks of a checkpoint off this thread, after an error of what it has run.
+def _ahead(ref: weakref.ref[_Runs]) -> SecondRun:
+    def begin() -> None:
+        runs = ref()
+        if runs is not None:  # Else nothing of its graph is left.
+            runs.second()
 
-    Before PyTorch 2.13 they are taken off when the error is forgotten, perhaps in another thread, where PyTorch fails.
-    """
-    frames = error.__traceback__
-    while frames is not None:
-        if frames.tb_frame.f_code is _CHECKPOINT:
-            frames.tb_frame.clear()
-        frames = frames.tb_next
+    return begin
 
 
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+class _Slot:
+    """Stands in a graph for a tensor that the second run computes."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+class _Stop(Exception):
+    """Ends a second run when all slots are filled."""
 
 
 class _Runs:
@@ -85,10 +108,11 @@ class _Runs:
         self._name, self._call, self._keep = name, call, keep
         #: What stands for arguments that have host copies, each with its host copy.
         self._copies: dict[Tensor, Tensor | HostCopy] = {}
-        self._first: tuple[Any, Any] | None = (args, kwargs)
+        #: Each slot of the first run, as long as its graph has it, with the form of its tensor.
+        self._slots: list[tuple[weakref.ref[_Slot], Any]] = []
         # A module may add to a list, a cache or an object of the model's, which is then not what the first run got.
         self._args, self._kwargs = copied(args), copied(kwargs)
-        # Outside of the hooks of `checkpoint`, which lead here: a cycle would keep the arguments alive.
+        # Outside of the hooks, which lead here: a cycle would keep the arguments alive.
         self._ambient = Ambient()
         self._inputs = _tensors((args, kwargs))
         found = next(chain(module.parameters(), self._inputs), None)
@@ -104,34 +128,31 @@ class _Runs:
         )
         self._run = Run(layers, self._inputs)
 
-    @property
-    def are_compared(self) -> bool:
-        """Whether what the two runs return is to be compared."""
-        return self._run.is_compared
-
-    def __call__(self) -> Any:
-        if self._first is not None:
-            return self._first_run()
-        if not self._run.is_repeatable:  # A tensor of the first run is wanted while that runs.
-            raise RuntimeError(
-                f"'{self._name}' differentiates in its forward, so it cannot run again at backward; leave it out of "
-                "checkpoint"
-            )
-        # What the caller has set is set again, but tensors are saved where PyTorch's checkpoint wants them.
-        return self._ambient.run(self._second_run, saved_tensors_hooks_in_use())
-
-    def _first_run(self) -> Any:
-        assert self._first is not None
-        (args, kwargs), self._first = self._first, None
-        output = self._run.first(lambda: self._call(*args, **kwargs))
-        if self._run.is_compared:
-            self._run.note(_tensors(output))
+    def first(self, args: Any, kwargs: Any) -> Any:
+        """Call the module with its arguments, and return what it returns; see `recomputed`."""
+        run = self._run
+        with saved_tensors_hooks(self._slot, self._filled):
+            output = run.first(lambda: self._call(*args, **kwargs))
+        if run.is_compared:
+            run.note(_tensors(output))
         if self._keep is not None:
             self._args, self._kwargs = self._exchanged(self._kept)
             self._keep = None  # It leads to the frame.
             self._inputs = _tensors((self._args, self._kwargs))
         self._versions = versions(self._inputs)
         return output
+
+    def _slot(self, tensor: Tensor) -> _Slot:
+        slot = _Slot()
+        self._slots.append((weakref.ref(slot), _form_of(tensor)))
+        return slot
+
+    def _filled(self, slot: _Slot) -> Tensor:
+        if slot.tensor is None:
+            self.second()
+        tensor, slot.tensor = slot.tensor, None
+        assert tensor is not None
+        return tensor
 
     def _kept(self, tensor: Tensor) -> Tensor:
         assert self._keep is not None
@@ -156,36 +177,53 @@ class _Runs:
 
         return mapped((copied(self._args), copied(self._kwargs)), once, caches=True, objects=True)
 
-    def _second_run(self, hooks: Any) -> None:
+    def second(self) -> None:
+        """Call the module again, with what the caller has set for the first run, and fill the slots.
+
+        Raises:
+            RuntimeError: the module, its arguments or what it computes are not those of the first run.
+        """
+        if not self._run.is_repeatable:  # A tensor of the first run is wanted while that runs.
+            raise RuntimeError(
+                f"'{self._name}' differentiates in its forward, so it cannot run again at backward; leave it out of "
+                "checkpoint"
+            )
+        self._ambient.run(self._second)
+
+    def _second(self) -> None:
         if versions(self._inputs) != self._versions:
             raise RuntimeError(
                 f"'{self._name}' is not what it was at forward (an input was changed in place since), so recomputation "
                 "would give other gradients; give it a copy (input.clone()), or leave it out of checkpoint"
             )
-        pack, unpack = hooks
-        errors: list[Exception] = []
+        run, slots, count, differs = self._run, self._slots, 0, False
 
-        def noted(tensor: Tensor) -> Any:
-            try:
-                return pack(tensor)
-            except Exception as error:
-                errors.append(error)
-                raise
+        def fill(tensor: Tensor) -> Tensor:
+            nonlocal count, differs
+            if differs or count == len(slots):
+                differs |= run.is_compared
+                raise _Stop
+            ref, form = slots[count]
+            slot, differs, count = ref(), form != _form_of(tensor), count + 1
+            tensor = tensor.detach()  # Or an output would hold its node, which would hold the output.
+            if slot is not None:
+                slot.tensor = tensor
+            # A run that is to be compared goes on to its end.
+            if differs or (count == len(slots) and not run.is_compared):
+                raise _Stop
+            return tensor
 
-        with saved_tensors_hooks(noted, unpack):
-            try:
-                output = self._run.second(self._call_again)
-            except Exception as error:
-                if errors and isinstance(errors[0], CheckpointError):
-                    raise self._run.another("other tensors are saved for backward") from error
-                if errors and errors[0] is not error:
-                    # A scripted function raises an error of its own in place of that by which the checkpoint stops.
-                    raise errors[0] from None
+        try:
+            with saved_tensors_hooks(fill, lambda tensor: tensor):
+                output = run.second(self._call_again)
+            if run.is_compared and count == len(slots):
+                run.compare(_tensors(output))
+        except Exception:
+            # A scripted function raises an error of its own in the place of _Stop.
+            if not differs and (count < len(slots) or run.is_compared):
                 raise
-            finally:
-                errors.clear()  # Their tracebacks hold this frame, and with it the mini-batch.
-            if self._run.is_compared:
-                self._run.compare(_tensors(output))
+        if differs or count < len(slots):
+            raise run.another("other tensors are saved for backward")
 
     def _call_again(self) -> Any:
         if self._copies:
@@ -193,6 +231,10 @@ class _Runs:
         else:
             args, kwargs = copied(self._args), copied(self._kwargs)
         return self._call(*args, **kwargs)
+
+
+def _form_of(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _tensors(value: Any) -> list[Tensor]:

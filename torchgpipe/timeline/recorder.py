@@ -55,7 +55,8 @@ def record(model: nn.Module, *, steps: int = 10) -> Iterator[Timeline]:
     :meth:`~torchgpipe.GPipe.step`. Only one block at a time can record a pipeline.
 
     Of a :func:`~torchgpipe.pipelined` model, neighbouring partitions on one device are one partition of the timeline.
-    What the model recomputes is a part of backward. Calls in one piece, as in ``generate()``, are not recorded.
+    What is recomputed after its gradient has arrived is a part of backward. Calls in one piece, as in ``generate()``,
+    are not recorded.
 
     Args:
         model: a :class:`~torchgpipe.GPipe`, a :func:`~torchgpipe.pipelined` model, or a module that contains one of
