@@ -63,6 +63,11 @@ CLAIMS = {
         "step" in MEASURED,
         "Its tests have run on one GPU as well, where only its host time has been measured.",
     ),
+    "no connection": Claim(
+        r"\bopens no connection by itself\b",
+        "mesh" in inspect.signature(torchgpipe.pipelined).parameters,
+        "It opens no connection by itself.",
+    ),
     "pipelined in one process": Claim(
         r"\b(pipelined|torchgpipe)\b[^.|]{0,20} for one machine\b",
         "mesh" in inspect.signature(torchgpipe.pipelined).parameters,
