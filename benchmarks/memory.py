@@ -9,6 +9,8 @@ out every time, which the result records.
                 partitions' ends
     random      the same of random models (`random_models.py`), in which parameters are little or most of the memory
     capacity    the largest model that fits, and what the peak depends on (`memory_capacity.py`)
+    first       the first sixteen steps of a model whose micro-batches take much and its parameters nothing, also in
+                resident memory: recomputation compares more in them, and the allocator of the host keeps what it frees
     copies      the bytes of a U-Net's skips between devices, through portals and in tuples (`memory_copies.py`)
 
 What each device saves for backward under each schedule is a part of `schedules.py`.
@@ -19,6 +21,7 @@ What each device saves for backward under each schedule is a part of `schedules.
     python -m benchmarks.memory --only capacity          # some minutes
     python -m benchmarks.memory --only capacity --size paper --limit 22.4    # on GPUs, as many GiB as a Tesla P40 has
     python -m benchmarks.memory --only random --seeds 200 400                # other models than the first 200
+    python -m benchmarks.memory --only first --beside /tmp/997827f           # with another checkout as a peer
     python -m benchmarks.memory --only copies                                # seconds
 """
 
@@ -28,6 +31,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from benchmarks import memory_capacity, memory_copies
@@ -194,7 +198,35 @@ def random_memory(result: dict[str, Any]) -> str:
     return table_of([result["counts"]], {**columns, "median": "median:.3f", "highest": "highest:.3f"})
 
 
+# ---- The first steps.
+
+
+def first(args: argparse.Namespace) -> dict[str, Any]:
+    """Take the peaks of the first steps, each way in a process of its own."""
+    names = [name for name in ("ours", "original") if name in args.peers]
+    peers = {**dict(zip(names, names)), **({args.beside.name: f"{args.beside.resolve()}"} if args.beside else {})}
+    rows = []
+    asked = list(product(MODES, ("tensors", "resident"), peers))
+    progress = Progress(len(asked))
+    for mode, counts, name in asked:
+        progress(f"{mode}, {counts}, {name}")
+        request = {"first": args.first, "mib": args.mib, "mode": mode, "counts": counts, "m": 4}
+        request |= {"balance": [4, 4, 4], "devices": ["cpu"] * 3}
+        with running([peers[name]], CHILD) as one:
+            rows.append({"mode": mode, "counts": counts, "peer": name, **one[peers[name]].ask(request)})
+    return {"unit": "bytes", "rows": rows}
+
+
+def first_memory(result: dict[str, Any]) -> str:
+    """Return a table of the first peak, and of the lowest and the highest of all, in MiB."""
+    columns: dict[str, Any] = {"mode": "mode", "counted": "counts", "peer": "peer"}
+    columns["first step"] = lambda row: f"{row['peaks'][0] / MIB:.0f}"
+    columns["all steps"] = lambda row: f"{min(row['peaks']) / MIB:.0f} - {max(row['peaks']) / MIB:.0f}"
+    return table_of(result["rows"], columns)
+
+
 PARTS = {
+    "first": Part("first_memory", first, {"peaks of the first steps, MiB": first_memory}, cpu=True),
     "peaks": Part(
         "memory",
         peaks,
@@ -239,6 +271,9 @@ def main() -> None:
     program.add("--partitions", nargs="+", type=int, help="n, of capacity: 1, 2, 4 and 8, as far as there are GPUs")
     program.add("--chunks", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="m, of the growth of capacity")
     program.add("--limit", type=float, help="of capacity: MiB a partition on the CPU (4), GiB a device on GPUs (all)")
+    program.add("--first", type=int, default=16, help="steps of first")
+    program.add("--mib", type=int, default=40, help="of a micro-batch of first")
+    program.add("--beside", type=Path, help="another checkout, a further peer of first")
     program.add("--unet", nargs=4, type=int, default=[4, 16, 128, 8], metavar=("DEPTH", "WIDTH", "SIZE", "BATCH"))
     program.run()
 

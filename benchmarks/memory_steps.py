@@ -66,8 +66,49 @@ def sample(model: str, m: int, device: torch.device, scale: int) -> Tensor:
     return torch.randint(100, (rows, 32), device=device)
 
 
+class Scale(nn.Module):
+    """Multiply each column by a weight: an output as large as the input, and hardly any parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def first_steps(request: Request) -> Answer:
+    """Return the peak of each of the first steps, in bytes of tensors or in resident bytes, above rest."""
+    layers = nn.Sequential(*[layer for _ in range(6) for layer in (Scale(), nn.Tanh())])
+    x = torch.rand(request["m"] * request["mib"] * 256, 1024)
+    model = pipeline(layers, request)
+    model(x[:8]).sum().backward()  # What is made once and kept, for another number of rows.
+    rest, peaks = resident("VmRSS"), []
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    for _ in range(request["first"]):
+        if request["counts"] == "tensors":
+            peaks += peaks_of(step, [torch.device("cpu")])
+        else:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # The highest mark is the present one.
+            step()
+            peaks.append(resident("VmHWM") - rest)
+    return {"peaks": peaks}
+
+
+def resident(key: str) -> int:
+    """Return the bytes that are resident now, ``'VmRSS'``, or that were at most, ``'VmHWM'``. Linux."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
+
+
 def answer(peer: str, request: Request) -> Answer:
     """Return the highest peak of some steps, and whether all have the same."""
+    if "first" in request:
+        return first_steps(request)
     device = torch.device(request["device"])
     if "seed" in request:
         drawn = random_model(request["seed"])

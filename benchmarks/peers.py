@@ -50,9 +50,9 @@ def examples_on_path() -> None:
 
 
 def install(name: str) -> Path:
-    """Return the folder that a peer is imported from. Install it there if it is missing."""
+    """Return the folder that a peer is imported from, which may be its name. Install it there if it is missing."""
     if name not in REQUIREMENTS:
-        return CHECKOUT
+        return Path(name) if os.sep in name else CHECKOUT
 
     requirement = REQUIREMENTS[name]
     package, version = requirement.split("==")
