@@ -89,7 +89,7 @@ TINY = [
     ("host_time", "pipelined", "--shape 2 2 --turns 1 --steps 1 --layers 2 4", "glue operation, us"),
     ("host_time", "timeline", "--turns 1 --steps 1", "recording at most"),
     ("memory", "peaks", "--steps 1 --models mlp --peers ours plain", "| mlp   | present   | always "),
-    ("memory", "first", "--first 2 --mib 1 --peers ours", "| always      | resident "),
+    ("memory", "first", "--first 2 --mib 1 --peers ours", "| always | resident | ours "),
     ("memory", "random", "--seeds 1 3", "at most 1.001"),
     ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "tuples / portals"),
     (
