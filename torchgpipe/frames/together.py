@@ -97,7 +97,7 @@ class Together:
             "layers that draw random numbers, or none": [*numbers.follows],
         }
         (seed, *_), _ = self.processes.agree(alike, numbers.seed, 1.0)
-        numbers.begin_with(seed)
+        numbers.seed = seed
         self.doors.use(_checksum((of_modes, of_weights)))
 
     def add_gradients(self, mini_batch: MiniBatch) -> None:

@@ -75,8 +75,7 @@ def _leaves(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[Ten
 def _held_by(function: Any) -> Iterator[Any]:
     """Yield the modules and the tensors that a function has: bound, in its closure, or as globals."""
     pending, seen = [function], set[int]()
-    while pending:
-        value = pending.pop()
+    for value in pending:
         if id(value) in seen:
             continue
         seen.add(id(value))

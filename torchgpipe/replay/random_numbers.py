@@ -58,6 +58,7 @@ class RandomNumbers:
     Attributes:
         callers_generator: the generator of the CPU, which the caller draws from as well
         follows: the generators that follow the micro-batches
+        seed: the seed of the mini-batch, which may come from another process; 0 if nothing is drawn
         is_surprised: whether the model has drawn, though it was known to draw nothing
     """
 
@@ -71,12 +72,12 @@ class RandomNumbers:
         self.is_surprised = False
         #: By micro-batch and kind of generator, the state that the micro-batch has left in its last cell.
         self._states: dict[int, dict[int, Tensor]] = {}
-        self._base = 0
+        self.seed = 0
         #: The states of the caller's generator before and after the seeds were drawn from it.
         self._seeded: tuple[Tensor, Tensor] | None = None
         with _unnoticed() as before:
             if any(self.follows):  # The model is not known to draw nothing.
-                self._base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+                self.seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
                 self._seeded = before, state_of(torch.default_generator)
             # Python's and NumPy's are for all threads, such as those that load data; `Run` looks at what cells draw.
             others = [
@@ -111,7 +112,7 @@ class RandomNumbers:
     @contextmanager
     def _followed(self, i: int, generators: list[Generator]) -> Iterator[None]:
         states = self._states.setdefault(i, {})
-        seed = _seed(self._base, i)
+        seed = _seed(self.seed, i)
         # What the generator of an accelerator has come to on one device goes on on the next.
         with borrowed({generator: states.get(_kind_of(generator), seed) for generator in generators}) as begun:
             try:
@@ -123,15 +124,6 @@ class RandomNumbers:
     def replicated(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let the generators follow what all processes draw for micro-batch ``i`` in a ``with`` block."""
         return self.of(~i, device)
-
-    def begin_with(self, seed: int) -> None:
-        """Take the seed of another process."""
-        self._base = seed
-
-    @property
-    def seed(self) -> int:
-        """The seed of the mini-batch; 0 if nothing is drawn."""
-        return self._base
 
     def state(self, i: int) -> dict[int, Tensor]:
         """Return the states that micro-batch ``i`` has left in its last cell, which may go on in another process."""
