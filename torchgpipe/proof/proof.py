@@ -440,13 +440,17 @@ class Proof(ABC):
                     roots, found = {"": self.roots_of_rows(i, output)}, {"": torch.zeros(())}
             for path, begin in roots.items():
                 gradients = None
-                if begin and self._differentiate(begin, stand_ins, keep_graph=path != [*roots][-1]):
+                # Nobody differentiates outputs in evaluation, where layers may have kernels without a backward.
+                tells = bool(path) or self._module.training
+                if begin and self._differentiate(begin, stand_ins, keep_graph=path != [*roots][-1], tells=tells):
                     gradients = self._gradients(stand_ins)
                 numbers[path] = Number(found[path].detach(), gradients, scale if path else 1.0)
             self._drew = self.draws()
             return self.without_graph(output), numbers
 
-    def _differentiate(self, roots: Roots, stand_ins: Take, *, scale: int = 1, keep_graph: bool = False) -> bool:
+    def _differentiate(
+        self, roots: Roots, stand_ins: Take, *, scale: int = 1, keep_graph: bool = False, tells: bool = True
+    ) -> bool:
         """Differentiate from roots, and return whether that was possible: a model that only evaluates may fail."""
         if not roots:
             return True
@@ -461,7 +465,8 @@ class Proof(ABC):
         except Exception as error:
             if ran_out_of_memory(error):
                 raise
-            self.skip(f"gradients, because the plain model cannot be differentiated ({_quote(error)})")
+            if tells:
+                self.skip(f"gradients, because the plain model cannot be differentiated ({_quote(error)})")
             return False
         return True
 
