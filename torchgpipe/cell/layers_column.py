@@ -249,7 +249,6 @@ def make_columns(
     ordered: bool,
     in_program: bool = False,
     listener: Listener | None,
-    skips: SkipLayout | None = None,
 ) -> list[LayersColumn]:
     """Return the columns of a mini-batch, with the routes and portals between them.
 
@@ -261,7 +260,6 @@ def make_columns(
         mechanisms: the mechanisms of the pipeline
         random: makes the notes of random numbers, for a device and all modules on it
         ambient, ordered, in_program, listener: see `LayersColumn`
-        skips: the skips that leave and arrive, if some of them come from other processes or go there
     """
     streams = mechanisms.streams
     computing = [streams.current(device) for device in devices]
@@ -271,10 +269,9 @@ def make_columns(
         return Route.between(computing[a], computing[c], streams, ends, listener, load)
 
     routes = [route(j, j + 1) for j in range(len(partitions) - 1)]
-    layout = skips or SkipLayout(modules)
-    ends = [end for of_column in (*layout.leaving, *(layout.arriving if skips else ())) for end in of_column]
-    # A process of several has one device, and so no routes.
-    portals = {key: Portal(key, None if skips else route(a, c, "skip ")) for key, a, c in ends}
+    layout = SkipLayout(modules)
+    ends = [end for of_column in layout.leaving for end in of_column]
+    portals = {key: Portal(key, route(a, c, "skip ")) for key, a, c in ends}
     modules_on: dict[torch.device, list[nn.Module]] = {device: [] for device in devices}
     for device, owned in zip(devices, modules):
         modules_on[device] += owned

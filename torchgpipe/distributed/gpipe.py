@@ -1,19 +1,13 @@
-"""Train over several processes with a module that holds the layers of its own partitions.
+"""Train a Sequential over several processes, each of which holds the layers of its own partitions.
 
-A step, in every process:
-
-1. Split the input into micro-batches, as in one process.
-2. Find the forms of all that crosses between partitions, for new shapes on tensors without data.
-3. Agree with all processes that they have prepared the same step, and on the weight of all targets. Only then send.
-4. Run the own part of the schedule's program, forward and backward.
-5. Add up the gradients of the replicas, and receive the loss from the last partition.
+This is a front of `torchgpipe.frames`: it runs a model whose modules are the partitions, one behind the other. Those of
+other processes have no layers here. Which module belongs where is known beforehand, so there is no sample to run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,31 +15,90 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchgpipe.cell.layers_column import Mechanisms
 from torchgpipe.devices.device import canonical_device, default_device
-from torchgpipe.devices.typing import Device
-from torchgpipe.distributed.forms import Forms
-from torchgpipe.distributed.micro_batches import Crossings, RemoteMicroBatches, part_of_program
-from torchgpipe.drive.step import run_step
-from torchgpipe.gradients.clip import clip_grad_norm, not_for_norms
+from torchgpipe.devices.typing import Device, Leaf, Leaves
+from torchgpipe.frames.inputs import Arguments, SplitBatch, Splitter
+from torchgpipe.frames.layout import Layout
+from torchgpipe.frames.pipelined_module import make_pipelined
+from torchgpipe.frames.sample import Study
+from torchgpipe.frames.settings import Settings
+from torchgpipe.gradients.clip import not_for_norms
 from torchgpipe.model import microbatch
-from torchgpipe.model.given import order_of
-from torchgpipe.model.loss import Losses, LossFunction, Weight, verify_loss
-from torchgpipe.model.microbatch import Batch
+from torchgpipe.model.loss import LossFunction, Weight, verify_loss
+from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
-from torchgpipe.model.settings import CheckpointMode, checkpoint_stop, fixed, verify_checkpoint, verify_chunks
+from torchgpipe.model.settings import CheckpointMode, fixed, verify_checkpoint, verify_chunks
+from torchgpipe.model.values import mapped
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
+from torchgpipe.model.views import starts_in_place
 from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.processes.processes import Processes
-from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
+from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.schedule.programs import NAMES, ScheduleName, program_of, usual_places
 from torchgpipe.skip.layout import SkipLayout
+from torchgpipe.skip.namespace import SkipKey
+from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["DistributedGPipe"]
+
+
+class _Stage(Partition):
+    """A partition whose skips of other partitions are arguments and results.
+
+    Attributes:
+        _popped: the skips that arrive; private, or no layer could have this name
+        _stashed: the skips that leave
+    """
+
+    _popped: Sequence[SkipKey]
+    _stashed: Sequence[SkipKey]
+
+    def forward(self, input: Any, skips: Leaves) -> tuple[Any, Leaves]:  # type: ignore[override]
+        if starts_in_place(self):  # Else it would change what a recomputation starts from.
+            input = mapped(input, Tensor.clone)
+        tracker = SkipTracker(zip(self._popped, skips))
+        with tracker:
+            return super().forward(input), tracker.take(self._stashed)
+
+
+class _Stages(nn.Module):
+    """All partitions, one behind the other."""
+
+    def forward(self, input: Any) -> Any:
+        skips: dict[SkipKey, Leaf] = {}
+        for stage in cast(Iterable[_Stage], self.children()):
+            input, stashed = stage(input, tuple([skips.pop(key) for key in stage._popped]))
+            skips.update(zip(stage._stashed, stashed))
+        return input
+
+
+class _Rows(Splitter):
+    """Splits inputs as a GPipe does, without a sample: each tensor has the rows in dimension 0.
+
+    Args:
+        forward: the model's forward
+        device: where this process computes
+        reads: whether this process reads the input, and not another one
+    """
+
+    def __init__(self, forward: Any, device: torch.device, *, reads: bool) -> None:
+        super().__init__(forward, Arguments((), {}), ())
+        self._device, self._reads = device, reads
+
+    def micro_batches(self, arguments: Arguments, chunks: int) -> SplitBatch:
+        def stand_in(tensor: Tensor) -> Tensor:
+            return StandIn(form_of(tensor)._replace(device=self._device), 0, tensor.requires_grad)
+
+        batches = microbatch.scatter(arguments.args, chunks, self._device if self._reads else None)
+        (input,) = arguments.args
+        sizes = microbatch.sizes_of(input, chunks)
+        values = [batch.value if self._reads else mapped(batch.value, stand_in) for batch in batches]
+        given = [Arguments((value,), {}) for value in values]
+        return SplitBatch(self, arguments, max(1, sum(sizes)), sizes, given, microbatch.window_of(input))
 
 
 class DistributedGPipe(nn.Module):
@@ -118,34 +171,55 @@ class DistributedGPipe(nn.Module):
         self._balance = verify_balance(balance, len(module))
         if mesh is None:
             mesh = _all_processes()
-        self._processes = Processes(mesh, timeout, "stage")
-        self._schedule, self._processes.owners = _placed(schedule, len(self._balance), self._processes.size)
-        self._chunks, self._checkpoint = verify_chunks(chunks), verify_checkpoint(checkpoint)
+        processes = self._processes = Processes(mesh, timeout, "stage")
+        schedule, processes.owners = _placed(schedule, len(self._balance), processes.size)
+        n, chunks, checkpoint = len(self._balance), verify_chunks(chunks), verify_checkpoint(checkpoint)
         self.device = default_device() if device is None else canonical_device(device)
-        self.stages = [j for j in range(len(self._balance)) if self._processes.is_mine(j)]
+        self.stages = [j for j in range(n) if processes.is_mine(j)]
+        self._is_last = n - 1 in self.stages
         self.training = module.training
         verify_loss(loss_fn, weight, None)
-        # In a tuple, because a module such as nn.MSELoss() would become a layer.
-        self._loss = loss_fn, weight
-        self._defers = deferred_batch_norm
-        self._mechanisms = Mechanisms()
-        #: How often layers have drawn random numbers that were known to draw none.
-        self._surprises = 0
-        self._partitions: list[Partition] = []
         verify_names(self, module)
 
-        self._forms = Forms(module, self._balance, self.device)
         if deferred_batch_norm:
-            module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        partitions = split(layers_of(module), self._balance)
-        verify_unshared(partitions)
-        self._skips = SkipLayout([list(each.modules()) for each in partitions])
-        verify_sharing(partitions, [f"stage {j}" for j in range(len(partitions))])
-        self._partitions = [partitions[j] for j in self.stages]
-        place(self._partitions, [self.device] * len(self.stages))
-        for own in self._partitions:
-            for name, layer in own._modules.items():
-                self.add_module(name, layer)
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
+        stages = cast(list[_Stage], split(layers_of(module), self._balance, _Stage))
+        verify_unshared(stages)
+        skips = SkipLayout([list(each.modules()) for each in stages])
+        verify_sharing(stages, [f"stage {j}" for j in range(n)])
+        with processes.all_together("the layers of this process"):
+            alike = {"balance": self._balance, "schedule": schedule, "chunks": chunks, "checkpoint": checkpoint}
+            processes.verify_alike(alike)
+            own = [stages[j] for j in self.stages]
+            place(own, [self.device] * len(own))
+            processes.begin_equal([tensor for stage in own for tensor in (*stage.parameters(), *stage.buffers())])
+        model, labels = _Stages(), [f"{stage._label} on {self.device}" for stage in stages]
+        for j, stage in enumerate(stages):
+            stage._popped, stage._stashed = [[key for key, _, _ in of[j]] for of in (skips.arriving, skips.leaving)]
+            if j in self.stages:
+                for name, layer in stage._modules.items():
+                    self.add_module(name, layer)
+            else:
+                stage._modules.clear()
+            model.add_module(f"stage {j}", stage)
+        self._settings = Settings(
+            chunks=chunks,
+            devices=[self.device] * n,
+            members=[[j] for j in range(n)],
+            labels=labels,
+            parts=[[*stage._modules] for stage in stages],
+            doors={f"stage {j}": j for j in range(n)},
+            processes=processes,
+            schedule=schedule,
+            loss_fn=loss_fn,
+            weight=weight if self._is_last else None,  # Others have no target.
+            study=Study([], _Rows(model.forward, self.device, reads=0 in self.stages)),
+            layout=Layout([], []),
+        )
+        # In a tuple, because these modules have other names.
+        self._model: tuple[Any] = (model,)
+        self.checkpoint = checkpoint
+        make_pipelined(model, self._settings)
 
     @property
     def balance(self) -> list[int]:
@@ -159,30 +233,27 @@ class DistributedGPipe(nn.Module):
     @property
     def chunks(self) -> int:
         """The number of micro-batches of the next mini-batch, also for deferred batch norms."""
-        return self._chunks
+        return self._settings.chunks
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._chunks = verify_chunks(chunks)
-        if self._defers:
-            for norm in self.modules():
-                if isinstance(norm, DeferredBatchNorm):
-                    norm.chunks = self._chunks
+        self._settings.chunks = verify_chunks(chunks)
 
     @property
     def checkpoint(self) -> CheckpointMode:
         """The checkpoint mode of the next mini-batch."""
-        return self._checkpoint
+        return self._settings.checkpoint or "never"
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: CheckpointMode) -> None:
-        self._checkpoint = verify_checkpoint(checkpoint)
+        settings, settings.checkpoint = self._settings, verify_checkpoint(checkpoint)
+        settings.recomputed = set() if settings.checkpoint == "never" else {*settings.doors}
 
     def extra_repr(self) -> str:
         """Return the balance and the settings, which ``repr(model)`` shows before the layers of this process."""
         return (
-            f"balance={self._balance}, stages={self.stages}, device='{self.device}', chunks={self._chunks}, "
-            f"schedule='{self._schedule}', checkpoint={self._checkpoint!r}"
+            f"balance={self._balance}, stages={self.stages}, device='{self.device}', chunks={self.chunks}, "
+            f"schedule='{self._settings.schedule}', checkpoint={self.checkpoint!r}"
         )
 
     def step(self, input: Any, target: Any = None) -> Tensor:
@@ -207,22 +278,11 @@ class DistributedGPipe(nn.Module):
                 timeout. The message names this process and the process that it has waited for.
             Exception: what a layer raises, with notes.
         """
-        loss_fn, weight = self._loss
-        if loss_fn is None:
+        if self._settings.loss_fn is None:
             raise ValueError("a step needs a loss: DistributedGPipe(..., loss_fn=...); eval_step gives the output")
-        processes = self._processes
-
-        def begin() -> Losses:
-            sizes, window = microbatch.sizes_of(input, self.chunks), microbatch.window_of(input)
-            return Losses(loss_fn, weight, None, target, sizes, window, self.device, takes_values=False)
-
-        with processes.at_step():
-            _, losses = self._run(input, begin)
-            # A process without the last stage does not know another dtype.
-            loss: Tensor = losses.sum().to(self.device, torch.float64)
-            processes.broadcast(loss, processes.last, "the loss")
-            processes.add_replicas(loss, "the loss of the replicas")
-        return loss
+        # Elsewhere, one that fits any input.
+        target = target if self._is_last else NoChunk(torch.empty(0))
+        return self._run(input, lambda model: model.step(input, target=target))  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def eval_step(self, input: Any, *, gather: bool = False) -> Any:
@@ -239,15 +299,18 @@ class DistributedGPipe(nn.Module):
         Raises:
             Exception: as in :meth:`step`
         """
-        with self._processes.at_step():
-            forms, outputs = self._run(input, _Outputs)
-            if not (self._is_last or gather):
-                return None
-            batches = [outputs.batches.get(i) or _empty(of[-1]) for i, of in enumerate(forms)]
-            if gather:
-                for leaf in [leaf for batch in batches for leaf in batch.leaves if leaf is not None]:
-                    self._processes.broadcast(leaf, self._processes.last, "the output")
-            return (microbatch.gather if microbatch.window_of(input) is None else microbatch.values_of)(batches)
+        self._settings.gathers = gather
+        output = self._run(input, lambda model: model(input))
+        return output if self._is_last or gather else None
+
+    def _run(self, input: Any, run: Callable[[Any], Any]) -> Any:
+        """Return what ``run`` returns for the model, which gets the layers that are registered by now."""
+        (model,) = self._model
+        model.training = self.training
+        for stage in model.children():
+            stage.follow(layers_of(self), self.training)
+        with mini_batch(max(1, len(microbatch.sizes_of(input, self.chunks)))):
+            return run(model)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         parameters = super().parameters(recurse)
@@ -263,14 +326,7 @@ class DistributedGPipe(nn.Module):
         Returns:
             the norm before clipping, in every process
         """
-        parameters = [*super().parameters()]
-        return clip_grad_norm(
-            parameters,
-            parameters,
-            max_norm,
-            norm_type,
-            lambda norm: self._processes.gather(norm, "the norm of the gradients"),
-        )
+        return self._model[0].clip_grad_norm_(max_norm, norm_type)  # type: ignore[no-any-return]
 
     @property
     def place(self) -> str:
@@ -287,89 +343,6 @@ class DistributedGPipe(nn.Module):
         error_msgs: list[str] = args[-1]
         take_old_keys(state_dict, prefix, lambda keys: by_name(keys, [*self._modules]), error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    # ---- One step.
-
-    @property
-    def _is_last(self) -> bool:
-        return self.stages[-1] == len(self.balance) - 1
-
-    def _run(self, input: Any, begin: Callable[[], Losses | _Outputs]) -> tuple[Sequence[Sequence[Batch]], Any]:
-        """Prepare a step, run it when all processes are ready for it.
-
-        Args:
-            input: as in :meth:`step`
-            begin: returns what takes the outputs of the last stage
-
-        Returns:
-            the forms of what has crossed, and what has taken the outputs
-        """
-        processes, partitions, training = self._processes, self._partitions, self.training
-        # Only the first stage reads the values of the input.
-        where = self.device if 0 in self.stages else torch.device("meta")
-        inputs = microbatch.scatter((input,), self._chunks, where)
-        m = len(inputs)
-        ending = begin() if self._is_last else _Outputs()
-        for partition in partitions:  # Layers may have been replaced.
-            partition.follow(layers_of(self), training)
-        forms, checksum = self._forms.of(inputs, self)
-        order = order_of(microbatch.window_of(input), self)
-        program = part_of_program(
-            self._schedule, m, tuple(processes.owners), processes.rank, None if order is None else tuple(order)
-        )
-        alike = {
-            "another balance: measure it in one process, and send it to the others": self._balance,
-            "another schedule": self._schedule,
-            "other chunks": self._chunks,
-            "another checkpoint mode": self._checkpoint,
-            "another order= of its micro-batches": order,
-            "arguments of other shapes, another model, mode or grad mode, or other parameters frozen: freeze by "
-            "requires_grad_() of a module, as model.parameters() are those of one process": checksum,
-        }
-        # Whether the layers draw is known for the modes of all processes together. Seeds go from the first one on.
-        modes, ending.total = processes.agree(alike, hash((modes_of(self), self._surprises)), ending.total)
-        numbers = RandomNumbers(self, [self.device], tuple(modes))
-        stop = checkpoint_stop(self._checkpoint, m) if training else 0
-        with mini_batch(m):
-            run_step(
-                partitions,
-                [self.device] * len(partitions),
-                inputs,
-                program,
-                ending.finish,
-                self._mechanisms,
-                gather=lambda: None,
-                checkpointed=[stop] * len(partitions),
-                backward=torch.is_grad_enabled(),
-                schedule=self._schedule,
-                random_numbers=numbers,
-                kind=partial(RemoteMicroBatches, Crossings(processes, self._skips, forms)),
-                processes=processes,
-            )
-        self._surprises += numbers.is_surprised
-        return forms, ending
-
-
-class _Outputs:
-    """The outputs of a mini-batch that has no loss here; see `Losses`."""
-
-    total = 0.0
-
-    def __init__(self) -> None:
-        self.batches: dict[int, Batch] = {}
-
-    def finish(self, i: int, output: Batch) -> Tensor:
-        self.batches[i] = output
-        return torch.zeros(1)
-
-    def sum(self) -> Tensor:
-        return torch.zeros(())
-
-
-def _empty(form: Batch) -> Batch:
-    """Return a batch of this form to receive another process's."""
-    leaves = [x if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in form.leaves]
-    return form.replace(tuple(leaves))
 
 
 def _all_processes() -> DeviceMesh:
@@ -401,11 +374,6 @@ def _placed(name: str, partitions: int, processes: int) -> tuple[ScheduleName, l
     if name.lower() not in known:
         raise ValueError(f"schedule must be one of {', '.join(NAMES)}, but got {name!r}")
     schedule = cast(ScheduleName, known[name.lower()])
-    if schedule == "1F1B" and partitions > processes:
-        raise ValueError(
-            f"1F1B has one stage in each process, but there are {partitions} partitions in the balance and "
-            f"{processes} processes in a pipeline; for several stages in each, use schedule='Interleaved1F1B'"
-        )
     if partitions % processes:
         raise ValueError(
             f"the number of partitions must be a multiple of the number of processes in a pipeline, but there are "

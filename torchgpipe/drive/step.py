@@ -20,7 +20,7 @@ from torchgpipe.cell.layers_column import LayersColumn, Mechanisms, begin_step, 
 from torchgpipe.cell.out_of_memory import facts_of
 from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
-from torchgpipe.drive.agenda import Agenda, agenda_of
+from torchgpipe.drive.agenda import agenda_of
 from torchgpipe.drive.executor import Executor
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.of_steps import with_gradients
@@ -34,16 +34,14 @@ from torchgpipe.offload.aliases import make_aliases
 from torchgpipe.offload.host_copies import Half, Kept, resident, restored
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import residence_of
-from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule
-from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.transport.route import Route, copy_forward, mark_ready
 
-__all__ = ["LastCell", "MicroBatches", "run_step"]
+__all__ = ["run_step"]
 
 #: Turns the output of micro-batch ``i`` into its share of the loss, of shape (1,).
 Finish: TypeAlias = Callable[[int, Batch], Tensor]
@@ -64,8 +62,6 @@ def run_step(
     random_numbers: RandomNumbers,
     host_memory: HostMemory | None = None,
     watches: bool = False,
-    kind: Callable[..., MicroBatches] | None = None,
-    processes: Processes | None = None,
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -83,8 +79,6 @@ def run_step(
         random_numbers: the random numbers of the mini-batch
         host_memory: transfers weights to devices, if they live in host memory
         watches: whether to verify each operation on weights that live in host memory
-        kind: makes the micro-batches; None for those of one process
-        processes: the processes of the pipeline, if there are several
 
     Raises:
         BaseException: the error of the first action that failed, with notes; ``.grad`` is as it was before.
@@ -95,7 +89,7 @@ def run_step(
         listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
         offloads = host_memory is not None
         # A listener hears of each partition.
-        apart = listener is not None or offloads or kind is not None
+        apart = listener is not None or offloads
         joins = (False,) * len(partitions) if apart else joinable(partitions, devices, checkpointed)
         views = tuple(map(tuple, views_of_each(partitions)))
         facts = facts_of(schedule, partitions, checkpointed, backward=backward)
@@ -118,7 +112,7 @@ def run_step(
 
         def work() -> Any:
             with aliases.installed():
-                cells = (kind or MicroBatches)(
+                cells = MicroBatches(
                     joined,
                     devices,
                     modules,
@@ -132,10 +126,11 @@ def run_step(
                     watches,
                 )
                 with cells.ambient.fresh_casts():
-                    cells.run(Executor(cells, cells.ambient, facts, cells.residence), agenda)
+                    Executor(cells, cells.ambient, facts, cells.residence).run(agenda, cells.ambient)
+                    cells.end()
                     return gather(), cells.entered()
 
-        return with_gradients(aliases, work, processes) if backward else work()[0]
+        return with_gradients(aliases, work) if backward else work()[0]
 
 
 class MicroBatches:
@@ -146,9 +141,6 @@ class MicroBatches:
         columns: the columns, one for each view, or for several that are joined
         residence: which tensors are on their devices
     """
-
-    #: The skips of the columns, if some of them come from other processes or go there.
-    _layout: SkipLayout | None = None
 
     def __init__(
         self,
@@ -184,7 +176,6 @@ class MicroBatches:
             ordered=False,
             in_program=True,
             listener=listener,
-            skips=self._layout,
         )
         streams, places = [column.stream for column in self.columns], [column.partition for column in self.columns]
         self.residence = residence_of(aliases, streams, places, listener, watches=watches)
@@ -214,18 +205,15 @@ class MicroBatches:
         for tensor, arrival in self._inputs:
             yield tensor, arrival.total()
 
-    def run(self, executor: Executor, agenda: Agenda) -> None:
-        """Run all actions."""
-        executor.run(agenda, self.ambient)
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Note what the layers draw from, when all actions have run."""
         self._random_numbers.end(counts=self._has_rows, recomputes=self._recomputed)
 
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`."""
-        column, cell = self.columns[j], self._new_cell(i, j)
-        last = cell if isinstance(cell, LastCell) else None
+        column = self.columns[j]
+        last = LastCell(i, column, self._finish, self._backward) if j == self._n - 1 else None
+        cell = last or LayersCell(i, column)
         try:
             batch, values, sources = self._values.pop((i, j))
             leaves = _arrived(column.arriving, i, values)
@@ -268,12 +256,6 @@ class MicroBatches:
         except BaseException as error:
             column.note(error, i, "forward")
             raise
-
-    def _new_cell(self, i: int, j: int) -> LayersCell:
-        """Return a new cell: a `LastCell` in the last column."""
-        if j < self._n - 1:
-            return LayersCell(i, self.columns[j])
-        return LastCell(i, self.columns[j], self._finish, self._backward)
 
     def _run(self, cell: LayersCell, leaves: Leaves, *, recomputes: bool) -> Leaves:
         """Run the layers of a cell, keep the input of one that runs again, and return the outputs.

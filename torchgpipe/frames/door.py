@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
-from torchgpipe.frames.recomputed import Keep, SecondRun, recomputed
+from torchgpipe.frames.recomputed import Again, Keep, recomputed
 from torchgpipe.model.values import Exchanged
 
 __all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread", "visiting"]
@@ -118,7 +118,7 @@ class Door:
         return getattr(self._behind, "get_compiler_config", lambda: None)()
 
     def call_module(
-        self, args: Any, kwargs: Any, keep: Keep | None = None, again: list[SecondRun] | None = None
+        self, args: Any, kwargs: Any, keep: Keep | None = None, again: Again | None = None, *, recomputes: bool = True
     ) -> Any:
         """Call the module.
 
@@ -127,8 +127,9 @@ class Door:
             kwargs: its arguments with names
             keep: returns what to keep of an argument, if the module runs again at backward
             again: takes what begins the second run before backward does
+            recomputes: whether this call may run again
         """
-        if self.recomputes and self.module.training and torch.is_grad_enabled():
+        if self.recomputes and recomputes and self.module.training and torch.is_grad_enabled():
             return recomputed(self.module, self.name, self._call, args, kwargs, keep, again)
         return self._call(*args, **kwargs)
 

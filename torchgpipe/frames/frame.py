@@ -64,6 +64,7 @@ class Frame(TorchFunctionMode):
         owner: the identity of the pipeline
         module: the name of the module of the spine that was called last, for errors; '' before the first call
         imports: the imports, which know the column of the frame, and have its cells until it ends
+        recomputes: whether modules in the present column run again at backward that can
         callers: the storages of the model's arguments, by key, which are not to be evicted: they are the caller's
     """
 
@@ -84,6 +85,7 @@ class Frame(TorchFunctionMode):
         self.i, self.owner, self.module = i, columns.owner, ""
         self.imports = self.kind_of_imports(i, cells, columns)
         self.callers: set[int] = set()
+        self.recomputes = True
         self._begin, self._ambient, self._columns, self._residence = begin, ambient, columns, residence
         self._cells, self._carried = cells, carried
         # The first one waits for no other: for a file, perhaps.
@@ -221,7 +223,7 @@ class Frame(TorchFunctionMode):
         """Stop at ``door`` until it is the turn of its column, import the arguments, and call the module."""
         self.module = door.name
         if len(self._columns) == 1:
-            return door.call_module(args, kwargs, self._keep)
+            return door.call_module(args, kwargs, self._keep, recomputes=self.recomputes)
         imports = self.imports
         if self._is_off:  # Within a module of the spine, whose arguments are imports.
             return self._columns.here(door, imports.column).call_module(args, kwargs)
@@ -259,7 +261,7 @@ class Frame(TorchFunctionMode):
         """Call the module behind a door of this column; its arguments are imports."""
         self.begin_work()  # Here, as an accelerator has waited for the arguments before.
         again = self._cells[door.column].second_runs if self._cells else None
-        return door.call_module(args, kwargs, self._keep, again)
+        return door.call_module(args, kwargs, self._keep, again, recomputes=self.recomputes)
 
     @property
     def _keep(self) -> Keep | None:

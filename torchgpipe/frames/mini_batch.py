@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export
-from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
@@ -41,6 +40,7 @@ from torchgpipe.frames.remote_frame import RemoteFrame
 from torchgpipe.frames.threads import Threads
 from torchgpipe.frames.visitors import RecomputationVisitor
 from torchgpipe.frames.weights import add_shared
+from torchgpipe.model.settings import checkpoint_stop
 from torchgpipe.model.values import each
 from torchgpipe.offload.residence import residence_of
 from torchgpipe.replay.ambient import Ambient
@@ -114,7 +114,8 @@ class MiniBatch:
         self._finish: Finish | None = finish
         self._ambient = Ambient()
         #: By micro-batch. Those that have been differentiated, and will not be again, are None.
-        cells = [[self._new_cell(i, column) for column in columns if backward] for i in range(self._m)]
+        make = Cell if columns.processes is None else partial(RemoteCell, columns.processes)
+        cells = [[make(i, column) for column in columns if backward] for i in range(self._m)]
         self._cells: list[list[Cell | None]] = [[*of_frame] for of_frame in cells] if backward else []
         self._verifies = verified is not None
         #: The tensors among the caller's arguments, with their versions.
@@ -131,7 +132,10 @@ class MiniBatch:
         self._entered: list[list[tuple[Tensor, Arrival, Tensor]]] = [[] for _ in inputs]
         # The last column waits for no gradient. Weights that are in host memory come for backward alone.
         ahead = columns.recomputed - {self._n - 1} if not self._residence.has_copies else set[int]()
-        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, frozenset(ahead), backward=backward)
+        counts = [self._m if j in ahead else 0 for j in range(self._n)]
+        if columns.checkpoint is not None:
+            counts = [checkpoint_stop(columns.checkpoint, self._m)] * self._n
+        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, tuple(counts), backward=backward)
         #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
         self.crossings: list[Any] = [None] * self._m
         #: For a cell, the micro-batch that is differentiated next in its column.
@@ -148,10 +152,6 @@ class MiniBatch:
             for (j, i), (c, k) in pairwise(sorted(backward_of, key=itemgetter(0))):  # Else in the order of the agenda.
                 if j == c:
                     self._following[i, j] = k
-
-    def _new_cell(self, i: int, column: Column) -> Cell:
-        processes = self.columns.processes
-        return Cell(i, column) if processes is None else RemoteCell(processes, i, column)
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -284,6 +284,7 @@ class MiniBatch:
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`; modules of the model's own recompute, and nobody can tell them not to."""
         frame = self._frames[i]
+        frame.recomputes = recomputes or self.columns.checkpoint is None
         forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
             with self._numbers_passed_on(i, j), self.random_numbers.of(i, self.columns.devices[j]):
@@ -406,26 +407,16 @@ class MiniBatch:
 
 
 @lru_cache(maxsize=32)
-def _agenda_of(program: FrozenProgram, mine: tuple[bool, ...], ahead: Set[int], *, backward: bool) -> Agenda:
+def _agenda_of(program: FrozenProgram, mine: tuple[bool, ...], counts: tuple[int, ...], *, backward: bool) -> Agenda:
     """Return this process's part of an agenda: no more frames are under way than the program needs, and one to spare.
 
     A frame that comes later begins when an earlier one has ended, and takes over its thread. Without that, the first
     worker could begin all frames at once, each with a thread and with what a thread takes of each device's memory. The
-    agenda is in the order of time, so what an action waits for does not wait for the action. In the columns ``ahead``,
-    modules run again before their gradients are there.
+    agenda is in the order of time, so what an action waits for does not wait for the action. In each column, modules of
+    the first ``counts`` micro-batches run again before their gradients are there.
     """
     n = len(mine)
-    with_recomputation = [
-        [
-            done
-            for kind, i, j in row
-            for done in ([Action("R", i, j)] if kind in ("B", "I") and j in ahead else []) + [Action(kind, i, j)]
-        ]
-        for row in program
-    ]
-    agenda = agenda_of(
-        tuple(map(tuple, with_recomputation)), tuple((j,) for j in range(n)), (False,) * n, backward=backward
-    )
+    agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, counts, backward=backward)
     needs, ended = [list(numbers) for numbers in agenda.needs], deque[int]()
     for number, (kind, _, j) in enumerate(agenda.actions):
         if kind == "F" and j == 0 and len(ended) > SPARE:

@@ -30,7 +30,7 @@ from torchgpipe.frames.outputs import join
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.together import Together
 from torchgpipe.frames.visitors import InOnePiece, unobserved
-from torchgpipe.frames.weights import own_slots
+from torchgpipe.frames.weights import add_shared, own_slots
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.failed_step import all_or_nothing
 from torchgpipe.gradients.of_steps import with_gradients
@@ -131,7 +131,7 @@ class Pipeline:
                 "over replicas, train by model.step(...), whose loss and gradients are those of all replicas; what the "
                 "caller makes of the outputs is that of one"
             )
-        numbers = None if batch.given else joiner(settings, batch)
+        numbers = joiner(settings, batch) if batch.window is None and len(batch.sizes) > 1 else None
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
         # The study does not see every way that tensors leave a model, such as a list of the caller's.
@@ -234,7 +234,7 @@ class Pipeline:
         told = together.told(result, gather=gathers) if together.processes.rank == last else None
         heard = together.end(mini_batch, told)[last]
         if torch.is_grad_enabled():
-            together.add_gradients(mini_batch)
+            add_shared(together.users, mini_batch.aliases, together.processes)
         return together.heard(heard) if result is None else result
 
     def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from torchgpipe.frames.pipeline import Pipeline
 from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import vary_sample
+from torchgpipe.frames.weights import add_shared
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import Compared, Comparison, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
@@ -255,7 +256,7 @@ class FramesProof(PlainSide):
                 with self._refusing():
                     mini_batch.run_columns_backward(after, split=settings.schedule in SPLITTING)
                 if together is not None:
-                    together.add_gradients(mini_batch)
+                    add_shared(together.users, mini_batch.aliases, together.processes)
                     for j in range(len(self._devices)):
                         gradients.take_column(j)
                 taken = gradients.take()

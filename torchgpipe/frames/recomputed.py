@@ -33,7 +33,7 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers, Run
 
-__all__ = ["Keep", "SecondRun", "recomputed"]
+__all__ = ["Again", "Keep", "SecondRun", "recomputed"]
 
 
 #: What to keep of a tensor until the second run: the tensor, or its host copy.
@@ -41,6 +41,9 @@ Keep = Callable[[Tensor], Tensor | HostCopy]
 
 #: Begins a second run, as long as there is a graph that needs it.
 SecondRun = Callable[[], None]
+
+#: Takes what begins second runs, in the order of the first ones.
+Again = list[SecondRun]
 
 
 def recomputed(
@@ -50,7 +53,7 @@ def recomputed(
     args: Any,
     kwargs: Any,
     keep: Keep | None = None,
-    again: list[SecondRun] | None = None,
+    again: Again | None = None,
 ) -> Any:
     """Call a module, let it run again at backward, and return what it returns; see `_Runs` for the arguments.
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export, Source
+from torchgpipe.cell.column import Column
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.graph.function import Edge
 from torchgpipe.offload.host_copies import Kept
@@ -63,11 +64,11 @@ class FromColumn(Arrival):
 
 
 class RemoteCell(Cell):
-    """See `Cell`. Another kind of cell may be a second base, so this one has no slots.
+    """See `Cell`.
 
     Args:
         processes: the processes
-        others: the arguments of the other kind of cell
+        i, column: see `Cell`
 
     Attributes:
         following: the cell of the column that is differentiated next, if its forward has ended
@@ -75,8 +76,8 @@ class RemoteCell(Cell):
 
     kind_of_export = RemoteExport
 
-    def __init__(self, processes: Processes, *others: Any) -> None:
-        super().__init__(*others)
+    def __init__(self, processes: Processes, i: int, column: Column) -> None:
+        super().__init__(i, column)
         self._processes = processes
         self.following: RemoteCell | None = None
         #: By the column that has received them, the exports that were sent, with their forms.
@@ -98,15 +99,14 @@ class RemoteCell(Cell):
         """Note that an export was sent to a column of another process."""
         self._sent.setdefault(column, []).append((export, form))
 
-    def note_received(self, home: int, form: Form, number: int | None = None) -> Source:
-        """Return where the gradient of an import goes, the next one if no number says which.
+    def note_received(self, home: int, form: Form) -> Source:
+        """Return where the gradient of the next import goes.
 
         Args:
             home: the column that it was received from
             form: its form
-            number: its number
         """
-        self._received.setdefault(home, []).append((len(self.sources) if number is None else number, form))
+        self._received.setdefault(home, []).append((len(self.sources), form))
         return None, Arrival()
 
     def arrived(self) -> list[Leaf]:

@@ -142,7 +142,7 @@ class RemoteDoors:
 
     def _has_hooks(self, door: Door) -> bool:
         """Return whether modules have hooks now, which may see what they return."""
-        return any(self._hooks_of(door))
+        return self._settings.is_whole and any(self._hooks_of(door))
 
     def _hooks_of(self, door: Door) -> list[dict[int, Any]]:
         hooks = self._hooks.get(door)
@@ -190,7 +190,7 @@ class RemoteDoors:
         if attributes is not None:
             changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
             places = self._attributes.setdefault(door.name, set())
-            places.update(attributes.set_since())
+            places.update(attributes.set_since() if self._settings.is_whole else ())
             forms = abstracted((output, hooked.seen, values_of(door.module, sorted(places)), arguments), given)
             effect = _Effect(forms, hooked.names, changed, sorted(places))
         else:
@@ -245,7 +245,7 @@ class RemoteDoors:
             key, _ = self._note(door, *mapped((args, kwargs), lambda one: new[id(one)], objects=True))
         effect = self._known.get(key)
         if effect is None:
-            effect = hear(partial(self._look_up, door, key))
+            effect = hear(partial(self._look_up, door, key, column))
             if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
                 self._known.clear()
             self._known[key] = effect
@@ -258,9 +258,10 @@ class RemoteDoors:
             refill((args, kwargs), mapped(arguments, lambda one: originals.get(id(one), one), objects=True))
         return output
 
-    def _look_up(self, door: Door, key: Any) -> _Effect:
+    def _look_up(self, door: Door, key: Any, column: int) -> _Effect:
         """Return what the process of a module has published."""
-        found: _Effect = self._processes.look_up(_word_of(key), f"the shapes that '{door.name}' returns")
+        owner = self._processes.owners[column]
+        found: _Effect = self._processes.look_up(_word_of(key), owner, f"the shapes that '{door.name}' returns")
         return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ __all__ = ["Study", "study", "without_compiler"]
 
 @dataclass
 class Study:
-    """What runs of the sample have shown; plain data, if without the traces.
+    """What runs of the sample have shown, if there is one; plain data, if without the traces.
 
     Attributes:
         traces: what the model calls; several, if times were wanted
@@ -46,16 +46,16 @@ class Study:
 
     traces: list[Trace]
     splitter: Splitter
-    kinds: dict[bool, Kinds]
-    labels: tuple[str, int]
-    returns_numbers: bool
-    path_of_loss: str
-    rules: dict[str, Rule]
-    divides: dict[str, bool]
-    predicts_next: bool
-    keeps_tensors: bool
-    epsilon: float
-    on_meta: bool
+    kinds: dict[bool, Kinds] = field(default_factory=lambda: {False: {}, True: {}})
+    labels: tuple[str, int] = ("labels", -100)
+    returns_numbers: bool = False
+    path_of_loss: str = "value"
+    rules: dict[str, Rule] = field(default_factory=dict)
+    divides: dict[str, bool] = field(default_factory=dict)
+    predicts_next: bool = False
+    keeps_tensors: bool = False
+    epsilon: float = 0.0
+    on_meta: bool = False
 
 
 def study(
@@ -108,8 +108,6 @@ def study(
         labels=traces[0].labels or ("labels", -100),
         returns_numbers=any([tensor.dim() == 0 for _, tensor in each(traces[0].output)]),
         path_of_loss=find_path_of_loss(traces[0].output),
-        rules={},
-        divides={},
         predicts_next=_names_a_causal_loss(module) or traces[0].shifts,
         keeps_tensors=keeps_tensors,
         epsilon=traces[0].epsilon,

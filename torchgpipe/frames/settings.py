@@ -6,7 +6,7 @@ It lies on the module, so that copies and pickles of the module are pipelined, t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.sample import Study
+from torchgpipe.model.settings import CheckpointMode
 from torchgpipe.model.values import dotted
 from torchgpipe.offload.verify import Pin, Slots
 from torchgpipe.processes.processes import Processes
@@ -35,7 +36,7 @@ class Settings:
         doors: for each module of the spine, its column
         homes: for each parameter and buffer outside of these modules, its column
         again: the names of modules of the spine that the sample calls again in later columns
-        users: for each parameter, the columns that use it, if there are several processes
+        users: for each parameter, the columns that use it, if there are several processes; of a new one, its column
         processes: the processes, which know the owner of each column; None for this one alone
         recomputed: the names of modules that keep only their inputs, and run again at backward
         schedule: the schedule of a step
@@ -49,6 +50,8 @@ class Settings:
         offload: if weights live in host memory, the slots, the bytes that may be pinned, and whether activations wait
             there, too
         gathers: whether all processes get the outputs, and not numbers alone
+        checkpoint: of stages, each of which one process alone has, the micro-batches that run again at backward; None
+            for any other module, of which all do
     """
 
     chunks: int
@@ -57,21 +60,27 @@ class Settings:
     labels: list[str]
     parts: list[list[str]]
     doors: dict[str, int]
-    homes: dict[str, int]
-    again: set[str]
-    users: dict[str, list[int]]
     processes: Processes | None
-    recomputed: set[str]
     schedule: Schedule
     loss_fn: Callable[..., Any] | None
     weight: Callable[..., Any] | None
-    reduce: str | None
     study: Study
     layout: Layout
+    homes: dict[str, int] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)
+    users: dict[str, list[int]] = field(default_factory=dict)
+    recomputed: set[str] = field(default_factory=set)
+    reduce: str | None = None
     whole_target: bool = False
     may_differ: Collection[str] = ()
     offload: tuple[Slots, Pin, bool] | None = None
     gathers: bool = False
+    checkpoint: CheckpointMode | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every process has all modules, so that what runs between them may look at any of them."""
+        return self.checkpoint is None
 
     @property
     def places(self) -> list[int]:

@@ -16,7 +16,7 @@ from torchgpipe.frames.inputs import SplitBatch
 from torchgpipe.frames.mini_batch import MiniBatch
 from torchgpipe.frames.remote_doors import RemoteDoors
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
-from torchgpipe.frames.weights import add_shared, users_of
+from torchgpipe.frames.weights import users_of
 from torchgpipe.model.given import order_of
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.processes import Processes
@@ -84,25 +84,24 @@ class Together:
                 "compute it in a module of the model, or pass detach()"
             )
         of_modes, of_weights = _checksum(modes), _checksum(trained)
+        is_whole = self.settings.is_whole
         alike = {
             "another schedule": kind,
             "other chunks, or another number of rows": [*batch.sizes],
             "another order= of its micro-batches": order_of(batch.window),
             "another grad mode": torch.is_grad_enabled(),
             "arguments of other shapes or dtypes, or other numbers": _checksum(described([*map(tuple, parts)], [])),
-            "other values in its arguments: seed what shuffles and draws them alike": checksum_of_values(parts),
-            "other modules, or other ones in train() or eval()": of_modes,
+            "other values in its arguments: seed what shuffles and draws them alike": is_whole
+            and checksum_of_values(parts),
+            "other modules, or other ones in train() or eval()": of_modes if is_whole else module.training,
             "parameters of another dtype, or frozen: freeze by requires_grad_() of a module, as model.parameters() are "
-            "those of one process": of_weights,
-            "layers that draw random numbers, or none": [*numbers.follows],
+            "those of one process": is_whole and of_weights,
         }
-        (seed, *_), _ = self.processes.agree(alike, numbers.seed, 1.0)
-        numbers.seed = seed
-        self.doors.use(_checksum((of_modes, of_weights)))
-
-    def add_gradients(self, mini_batch: MiniBatch) -> None:
-        """Add up the gradients of parameters that several processes have."""
-        add_shared(self.users, mini_batch.aliases, self.processes)
+        told = self.processes.agree(alike, (numbers.seed, [*numbers.follows], of_modes, of_weights))
+        seeds, follows, *of_each = zip(*told)
+        numbers.seed = next(filter(None, seeds), 0)
+        numbers.follows = Draws(*map(any, zip(*follows)))  # What one process draws, all others pass on.
+        self.doors.use(_checksum(tuple(of_each)))
 
     def end(self, mini_batch: MiniBatch, told: Any) -> list[Any]:
         """Tell the others how a mini-batch went, and return what each has told.

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
 from torchgpipe.gradients.aliases import Aliases
-from torchgpipe.gradients.clip import clip_grad_norm
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
@@ -81,7 +80,7 @@ def stand_ins_of(module: nn.Module) -> list[StandIn]:
 def users_of(module: nn.Module, settings: Settings) -> dict[Tensor, frozenset[int]]:
     """Return the columns that use each parameter."""
     return {
-        parameter: frozenset(settings.users.get(name, ()))
+        parameter: frozenset(settings.users.get(name) or [settings.column_of(name)])
         for name, parameter in nn.Module.named_parameters(module, remove_duplicate=False)
     }
 
@@ -199,14 +198,18 @@ _SUM = 1 << 13
 def clip_together(
     module: nn.Module, settings: Settings, processes: Processes, max_norm: float, norm_type: float
 ) -> Tensor:
-    """Clip the gradients of a model over several processes; one that several have counts in the first of them."""
+    """Clip the gradients of a model over several processes; one that several have counts in the first of them.
+
+    Returns:
+        the norm of all gradients before, which is that of the norms of all processes
+    """
     counted = [
-        parameter
+        parameter.grad
         for parameter, columns in users_of(module, settings).items()
-        if not isinstance(parameter, StandIn) and processes.is_mine(min(columns))
+        if not isinstance(parameter, StandIn) and processes.is_mine(min(columns)) and parameter.grad is not None
     ]
-
-    def gather(norm: Tensor) -> list[Tensor]:
-        return processes.gather(norm, "the norm of the gradients")
-
-    return clip_grad_norm(module.parameters(), counted, max_norm, norm_type, gather)
+    norm = nn.utils.get_total_norm(counted, norm_type).double().cpu()
+    norms = torch.stack(processes.gather(norm, "the norm of the gradients"))
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total)
+    return total

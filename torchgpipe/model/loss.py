@@ -71,7 +71,6 @@ class Losses:
         device: where the last partition computes
         to_device: copies a tensor of the target there
         whole: whether every micro-batch gets the whole target
-        takes_values: whether the loss function may return other values beside the loss
         proof: what has been proved of the loss function; None to prove nothing
         weighed: what weights are made from, by micro-batch, if that is not the target
 
@@ -95,14 +94,13 @@ class Losses:
         *,
         to_device: Callable[[Tensor], Tensor] | None = None,
         whole: bool = False,
-        takes_values: bool = True,
         proof: LossProof | None = None,
         weighed: list[Any] | None = None,
     ) -> None:
         self._loss_fn, self._target, self._sizes, self._window = loss_fn, target, sizes, window
         self._device, self._to_device = device, to_device or functools.partial(bring, device=device)
         self._whole = whole or (len(sizes) == 1 and window is None) or isinstance(target, NoChunk)
-        self._takes_values, self._proof = takes_values, proof
+        self._proof = proof
         #: By micro-batch: the shares in the loss, and other values.
         self._shares: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
@@ -177,9 +175,9 @@ class Losses:
         loss = self._loss_of(i, output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"its shape is {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"it is {type(loss).__name__}"
-            pair = ", or a pair of this loss and other values" if self._takes_values else ""
             raise ValueError(
-                f"the loss of a micro-batch must be a tensor of one number, such as its mean{pair}, but {got}"
+                "the loss of a micro-batch must be a tensor of one number, such as its mean, or a pair of this loss "
+                f"and other values, but {got}"
             )
         factor = self._factor(i, output, loss)
         if i in self._pair and loss.is_floating_point():
@@ -198,7 +196,7 @@ class Losses:
         """Return what the loss function gives for micro-batch ``i``, and note other values."""
         assert self._loss_fn is not None
         result = self._call_user(self._loss_fn, output, self._targets[i])
-        if not self._takes_values or not isinstance(result, tuple) or len(result) != 2:
+        if not isinstance(result, tuple) or len(result) != 2:
             return result
         self._values[i] = mapped(result[1], Tensor.detach)
         return result[0]

@@ -126,19 +126,16 @@ class Processes:
 
     # --------------------------------------------------------------------------------------------------- before a step
 
-    def agree(
-        self, parts: Mapping[str, Any], number: int, weight: float, *, failed: bool = False
-    ) -> tuple[list[int], float]:
+    def agree(self, parts: Mapping[str, Any], own: Any, *, failed: bool = False) -> list[Any]:
         """Wait until all processes are ready for the same step.
 
         Args:
             parts: what must be equal in all processes, by what the error says of the others where it is not
-            number: a number to tell the others, such as a seed
-            weight: the weight of the mini-batch; that of the last column's process counts
+            own: what to tell the others, such as a seed; see `pack`
             failed: whether this process could not prepare the step. The caller raises the error that says why.
 
         Returns:
-            the numbers of all processes, by rank, and the weight of the mini-batches of all replicas
+            what all processes tell, by rank
 
         Raises:
             RuntimeError: another process has failed, prepares another step, has ended, or does not answer.
@@ -146,23 +143,21 @@ class Processes:
         self._verify_open()
         self.step += 1
         self._phase = "has agreed"
-        own = [*parts.values()]
-        rows = self.gather([failed, own, number, weight], "whether all are ready")
+        mine = [*parts.values()]
+        rows = self.gather([failed, mine, own], "whether all are ready")
         refused = [rank for rank, row in enumerate(rows) if row[0]]
-        others = [rank for rank, row in enumerate(rows) if not row[0] and row[1] != own]
-        weight = rows[self.last if self.owners else 0][3]
-        together = torch.tensor([len(refused) + len(others), weight], dtype=torch.float64)
-        self.add_replicas(together, "whether all replicas are ready")
-        faults, total = map(float, together.tolist())
+        others = [rank for rank, row in enumerate(rows) if not row[0] and row[1] != mine]
+        faults = torch.tensor(len(refused) + len(others))
+        self.add_replicas(faults, "whether all replicas are ready")
         if failed or not faults:
             self._phase = "has failed" if failed else "runs"
-            return [row[2] for row in rows], total
+            return [row[2] for row in rows]
         if refused:
             raise RuntimeError(
                 f"rank {self._ranks(refused)} could not prepare the step, and says why; nothing was sent"
             )
         if others:
-            differing = [what for what, theirs, mine in zip(parts, rows[others[0]][1], own) if theirs != mine]
+            differing = [what for what, theirs, ours in zip(parts, rows[others[0]][1], mine) if theirs != ours]
             raise RuntimeError(
                 f"rank {self._ranks(others)} prepares another step: it has {'; '.join(differing)}. Nothing was sent"
             )
@@ -265,14 +260,6 @@ class Processes:
         if lost:
             raise RuntimeError(lost)
 
-    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Give ``tensor`` the values that it has in ``source``."""
-        with self.exchanging(what):
-            on_host = tensor.detach().cpu().contiguous()
-            dist.broadcast(on_host, group=self._group, group_src=source)
-            if self.rank != source:
-                tensor.detach().copy_(on_host)
-
     def tell_all(self, value: Any, source: int, what: str) -> Any:
         """Return what ``source`` tells, see `pack`, when all have come there; see `meet`."""
         first, rest = in_two(value if self.rank == source else None)  # Before all meet, as it may fail.
@@ -287,10 +274,12 @@ class Processes:
     def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
         """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere. See `meet`."""
         form = form_of(tensor)
-        own = tensor.detach() if self.rank == source else torch.empty(form.shape, dtype=form.dtype, device=form.device)
+        is_here = self.rank == source
+        on_host = tensor.detach().cpu().contiguous() if is_here else torch.empty(form.shape, dtype=form.dtype)
         self.meet(f"{what} of shape {form.shape} that rank {source} has")
-        self.broadcast(own, source, what)
-        return own
+        with self.exchanging(what):
+            dist.broadcast(on_host, group=self._group, group_src=source)
+        return tensor.detach() if is_here else on_host.to(form.device)
 
     def add_replicas(self, tensor: Tensor, what: str) -> None:
         """Add to ``tensor`` its values in all other replicas."""
@@ -316,10 +305,10 @@ class Processes:
         """Remove from the store what was published."""
         self._store.delete_key(f"{self._prefix}/{word}")
 
-    def look_up(self, word: str, what: str) -> Any:
-        """Return a value that another process publishes, and wait for it."""
+    def look_up(self, word: str, source: int, what: str) -> Any:
+        """Return a value that ``source`` publishes, and wait for it."""
         key, end = f"{self._prefix}/{word}", time.monotonic() + self._timeout.total_seconds()
-        with self.exchanging(what):
+        with self.exchanging(what, [source]):
             # A connection of its own, as whoever waits in a store keeps all others from it.
             store = self._store if self._store.check([key]) else self._store.clone()
             while not store.check([key]):
@@ -377,7 +366,7 @@ class Processes:
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}{where}")
             if self._phase == "prepares" and not self._closed:
-                self.agree({}, 0, 0.0, failed=True)
+                self.agree({}, None, failed=True)
             elif self._phase == "runs":
                 self.fail(error)
             raise

@@ -59,7 +59,6 @@ class RandomNumbers:
         callers_generator: the generator of the CPU, which the caller draws from as well
         follows: the generators that follow the micro-batches
         seed: the seed of the mini-batch, which may come from another process; 0 if nothing is drawn
-        is_surprised: whether the model has drawn, though it was known to draw nothing
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class RandomNumbers:
         self._draws = None if model is None else _known.get(model, {}).get(self._modes)
         self.follows = self._draws or _ALL
         self._drawn = [False] * len(_ALL)
-        self.is_surprised = False
         #: By micro-batch and kind of generator, the state that the micro-batch has left in its last cell.
         self._states: dict[int, dict[int, Tensor]] = {}
         self.seed = 0
@@ -87,11 +85,6 @@ class RandomNumbers:
             ]
             self._watch = _WatchedGenerators(others)
             self.callers_generator = CallersGenerator()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is known what the model draws from."""
-        return self._draws is not None
 
     @property
     def drawn(self) -> Draws:
@@ -169,7 +162,6 @@ class RandomNumbers:
             RuntimeError: the model was known to draw nothing, but has drawn; a recomputation may draw other numbers.
         """
         unseen = self._watch.drawn_from()
-        self.is_surprised = bool(unseen)
         draws = self._draws or self.drawn
         if unseen:
             draws = draws._replace(cpu=True, device=True)

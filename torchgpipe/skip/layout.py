@@ -5,7 +5,6 @@ The decorator `skippable` stores on a class the names that its layers stash and 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -51,13 +50,6 @@ class SkipLayout:
                 if source != target:
                     self.leaving[source].append((key, source, target))
                     self.arriving[target].append((key, source, target))
-
-    def part(self, partitions: Sequence[int]) -> SkipLayout:
-        """Return the lists of these partitions only; the ends of skips keep their numbers."""
-        layout = copy.copy(self)
-        layout.leaving = [self.leaving[j] for j in partitions]
-        layout.arriving = [self.arriving[j] for j in partitions]
-        return layout
 
 
 def is_skippable(module: nn.Module) -> bool:
