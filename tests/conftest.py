@@ -119,6 +119,13 @@ def pipe(devices: Devices) -> Pipe:
     return wrap
 
 
+@pytest.fixture
+def cpu_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let devices of the CPU have workers in a call, as accelerators have; for layers that draw nothing."""
+    one = "torchgpipe.drive.autograd.in_one_thread"
+    monkeypatch.setattr(one, lambda devices: len(set(devices)) == 1)
+
+
 @pytest.fixture(params=["always", "except_last", "never"])
 def checkpoint(request: pytest.FixtureRequest) -> str:
     """Return each of the checkpoint modes."""

@@ -176,6 +176,8 @@ def test_control_c_twice_while_a_layer_computes(of: Callable[[nn.Sequential], nn
 def test_a_thread_that_cannot_start(of: Callable[[nn.Sequential], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where processes are limited, threads are, too. The wait for a frame whose thread had not started had no end."""
     model = of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    model.step(torch.ones(6, 4))  # It draws nothing, so the next steps have workers.
+    model.zero_grad()
     threads = {*threading.enumerate()}
     start = threading.Thread.start
 

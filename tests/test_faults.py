@@ -24,7 +24,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import torchgpipe.drive.autograd
 from tests.conftest import VARIANTS, Pipe
 from tests.faults import Cell, Fault, Plan, build, note, rows
 from tests.plain import assert_equal, plain_outcome
@@ -273,13 +272,13 @@ def test_notes_of_a_pipeline_in_a_pipeline(pipe: Pipe, plan: Plan) -> None:
 # ------------------------------------------------------------------------------------------------------ order
 
 
+@pytest.mark.usefixtures("cpu_workers")
 @pytest.mark.parametrize("slow", [0, 1])
-def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.MonkeyPatch, plan: Plan, slow: int) -> None:
+def test_the_first_wins_also_if_it_is_the_last_to_fail(plan: Plan, slow: int) -> None:
     """Cells of one clock fail at the same time, on devices that need not take turns.
 
     Both have started before one of them fails; the other fails after the first has finished.
     """
-    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: set())
     both_started = threading.Barrier(2, timeout=30)
     fast_is_through = threading.Event()
 
@@ -301,9 +300,9 @@ def test_the_first_wins_also_if_it_is_the_last_to_fail(monkeypatch: pytest.Monke
         assert len(caught.value.__notes__) == 1
 
 
-def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+@pytest.mark.usefixtures("cpu_workers")
+def test_a_worker_that_failed_runs_no_other_cell_of_the_clock(plan: Plan) -> None:
     """Two partitions share one device, and the devices need not take turns."""
-    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: set())
     model = GPipe(build(plan, 3), [2, 2, 2], devices=["cpu:0", "cpu:1", "cpu:0"], chunks=3)
     plan.add((2, 0), "forward")
     with pytest.raises(Fault):
@@ -396,6 +395,7 @@ def test_control_c(pipe: Pipe, plan: Plan, phase: str, steps: bool) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.usefixtures("cpu_workers")
 def test_a_worker_that_cannot_start_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a thread fails before its first cell, the caller must not wait for its answer."""
 

@@ -46,6 +46,7 @@ def recomputed(output: Tensor) -> int:
     return sum(node.cell.recomputes for node in graph(output) if type(node).__name__ == "CellNodeBackward")
 
 
+@pytest.mark.usefixtures("cpu_workers")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "input needs grad"])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("m", [1, 4])
@@ -103,6 +104,7 @@ def test_micro_batches_go_backward_in_reverse_one_at_a_time(
     assert not plan.alive("recomputation")
 
 
+@pytest.mark.usefixtures("cpu_workers")
 def test_recomputation_comes_before_the_gradient_with_several_devices(plan: Plan) -> None:
     """All devices can recompute their last micro-batch at once, before the first gradient arrives."""
     devices = ["cpu:0", "cpu:1", "cpu:2"]

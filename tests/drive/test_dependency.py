@@ -24,6 +24,8 @@ from torchgpipe import GPipe
 from torchgpipe.graph.dependency import join
 from torchgpipe.graph.phony import get_phony
 
+pytestmark = pytest.mark.usefixtures("cpu_workers")
+
 # ---------------------------------------------------------------------------------------------------- phonies
 
 

@@ -16,6 +16,8 @@ from torchgpipe import GPipe, pipelined
 from torchgpipe.drive import workers
 from torchgpipe.frames import threads
 
+pytestmark = pytest.mark.usefixtures("cpu_workers")
+
 DEVICES = ["cpu:0", "cpu:1"]
 
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchgpipe.drive.autograd
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply
 from tests.plain import Outcome, assert_equal, assert_same, gradients, outcome, plain_outcome, run_plain
@@ -77,6 +76,7 @@ def test_a_product_that_opens_a_thread_rounds_as_in_the_callers_thread(front: st
     assert torch.equal(output[0], expected)
 
 
+@pytest.mark.usefixtures("cpu_workers")
 @pytest.mark.parametrize(
     ("devices", "workers"),
     [
@@ -87,7 +87,7 @@ def test_a_product_that_opens_a_thread_rounds_as_in_the_callers_thread(front: st
     ],
     ids=str,
 )
-def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -> None:
+def test_one_worker_for_each_distinct_device(monkeypatch: pytest.MonkeyPatch, devices: list[str], workers: int) -> None:
     """With a single device, the caller's own thread is the worker. No thread is left, which data loaders that fork
     would not survive."""
     before = {*threading.enumerate()}
@@ -109,9 +109,9 @@ def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -
     assert output.shape == (4, 2)
 
 
-def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cpu_workers")
+def test_a_cell_starts_when_its_input_is_there() -> None:
     """Partition 0 goes on to micro-batch 2 while partition 1, a slower device, is still at micro-batch 0."""
-    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: set())
     ahead = threading.Event()
 
     def fast(input: Tensor) -> Tensor:
@@ -128,39 +128,7 @@ def test_a_cell_starts_when_its_input_is_there(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(model(x), x + 10)
 
 
-def test_only_devices_that_share_a_generator_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell of an accelerator, for which 'cpu:1' stands here, runs beside a CPU cell that draws, in both passes.
-
-    Partition 1 could then be mistaken for the partition that draws. Its recomputation must not touch the generator,
-    from which partition 0 may be drawing at that moment.
-    """
-    monkeypatch.setattr(torchgpipe.drive.autograd, "sharing_generator", lambda devices: {torch.device("cpu:0")})
-    meet = threading.Barrier(2, timeout=TIMEOUT)
-
-    def meet_and_draw(j: int, draws: bool, input: Tensor) -> Tensor:
-        meets = not is_recomputing() and 1 <= int(input[0, 0].item()) + j <= 3
-        if meets:
-            meet.wait()
-        mask = torch.rand(input.shape) if draws else torch.ones(input.shape)
-        if meets:
-            meet.wait()
-        return torch.cat([input[:, :1], input[:, 1:] * mask[:, 1:]], 1)
-
-    def step(checkpoint: str, draws: list[bool]) -> list[Tensor]:
-        layers = nn.Sequential(*(Apply(partial(meet_and_draw, j, its)) for j, its in enumerate(draws)))
-        x = torch.cat([torch.arange(4.0)[:, None], torch.ones(4, 2)], 1).requires_grad_()
-        torch.manual_seed(0)
-        output = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=4, checkpoint=checkpoint)(x)
-        output.sum().backward()
-        assert x.grad is not None
-        return [output.detach(), x.grad]
-
-    expected = step("never", [True, False])
-    assert all(map(torch.equal, step("always", [True, False]), expected))
-    with pytest.raises(RuntimeError, match="draw them on the layer's own device"):
-        step("always", [False, True])
-
-
+@pytest.mark.usefixtures("cpu_workers")
 def test_workers_of_the_cpu_share_its_cores() -> None:
     """Each worker uses its share of the cores during the call; threads that start later have all cores."""
     seen: list[int] = []
@@ -308,30 +276,6 @@ def test_steps_of_one_model_come_one_after_the_other(pipe: Pipe) -> None:
 
     in_threads(train, train)
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
-def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
-    """Every micro-batch is counted once, even while another thread recomputes, which must not count.
-
-    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean. The norm
-    belongs to a different partition in each of two models that share it.
-    """
-    norm = nn.BatchNorm1d(2, momentum=None)
-    models = [
-        pipe(nn.Sequential(nn.Identity(), norm, nn.Linear(2, 2)), balance, chunks=3, checkpoint=checkpoint)
-        for balance in ([2, 1], [1, 2])
-    ]
-    repeats = 20
-    x = torch.rand(6, 2)  # drawn here, because a thread could draw the numbers meant for the other thread's layers
-
-    def train(model: GPipe) -> None:
-        for _ in range(repeats):
-            model(x).sum().backward()
-
-    in_threads(partial(train, models[0]), partial(train, models[0 if shared else 1]))
-    assert int(norm.num_batches_tracked) == 2 * repeats * 3
-    assert norm.running_mean.abs().sum() > 0
 
 
 # ------------------------------------------------- inside each other; `test_transparency` draws pipelines as layers

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe, pipelined
+from tests.layers import Apply
+from torchgpipe import GPipe, is_recomputing, pipelined
 
 pytestmark = pytest.mark.late
 
@@ -80,74 +81,36 @@ def test_a_layer_that_draws_on_its_device_holds_nobody_up() -> None:
     gradients(model)
 
 
-def test_two_steps_at_once_on_the_same_devices_draw_their_own_numbers() -> None:
-    """A generator serves one layer at a time, whichever step the layer belongs to."""
-    models = [pipe([Noisy() for _ in range(4)], [0, 0, 1, 1], checkpoint="always") for _ in range(2)]
-    x, y = torch.rand(M, 3), torch.rand(M, 3)
+def test_a_cell_of_an_accelerator_runs_beside_one_of_the_cpu_that_draws() -> None:
+    """A cell of an accelerator runs beside a CPU cell that draws, in both passes.
 
-    def step(model: GPipe) -> list[Tensor]:
-        model.step(x, y)
-        result = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
-        return result
+    Partition 1 could then be mistaken for the partition that draws. Its recomputation must not touch the generator,
+    from which partition 0 may be drawing at that moment.
+    """
+    meet = threading.Barrier(2, timeout=60)
 
-    expected = []
-    for _ in range(2):  # What a layer draws from is not known in the first round.
-        torch.manual_seed(2)
-        expected = [step(model) for model in models]
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(3):
-            torch.manual_seed(2)
-            results = list(threads.map(step, models))  # Whoever is first draws the first seed.
-            first = int(torch.equal(results[0][0], expected[1][0]))
-            torch.testing.assert_close(results[first], expected[0], rtol=0, atol=0)
-            torch.testing.assert_close(results[1 - first], expected[1], rtol=0, atol=0)
+    def meet_and_draw(j: int, draws: bool, input: Tensor) -> Tensor:
+        meets = not is_recomputing() and 1 <= int(input[0, 0].item()) + j <= 3
+        if meets:
+            meet.wait()
+        mask = (torch.rand if draws else torch.ones)(input.shape).to(input.device)
+        if meets:
+            meet.wait()
+        return torch.cat([input[:, :1], input[:, 1:] * mask[:, 1:]], 1)
 
+    def step(checkpoint: str, draws: list[bool]) -> list[Tensor]:
+        layers = nn.Sequential(*(Apply(partial(meet_and_draw, j, its)) for j, its in enumerate(draws)))
+        x = torch.cat([torch.arange(4.0)[:, None], torch.ones(4, 2)], 1).requires_grad_()
+        torch.manual_seed(0)
+        output = GPipe(layers, [1, 1], devices=["cpu:0", "late:0"], chunks=4, checkpoint=checkpoint)(x)
+        output.sum().backward()
+        assert x.grad is not None
+        return [output.detach().cpu(), x.grad]
 
-def test_a_step_in_the_midst_of_a_recomputed_cell_has_its_own_seed() -> None:
-    """It was taken for a draw of the cell, which draws from its device only. So the second run of the cell put the
-    generator of the CPU back, and the next step had the same seed once more."""
-    layer = Noisy()
-    outer, inner = pipe([layer], [0], checkpoint="always", schedule="GPipe"), pipe([Noisy()], [1], checkpoint="never")
-    x, y = torch.rand(M, 3), torch.rand(M, 3)
-    for model in (outer, inner):
-        model.step(x, y)
-    losses: list[float] = []
-
-    def step_elsewhere() -> None:
-        with ThreadPoolExecutor(1) as thread:
-            losses.append(thread.submit(inner.step, x, y).result().item())
-
-    layer.before = step_elsewhere
-    outer.step(x, y)
-    assert len(set(losses)) == len(losses) > M
-
-
-def test_a_seed_of_another_step_is_no_draw_of_a_model_that_draws_nothing() -> None:
-    """The generator of a device was looked at while a cell of another step had it."""
-    silent, noisy = nn.Linear(3, 3), Noisy()
-    one = pipe([silent], [0], checkpoint="always", schedule="GPipe")
-    other = pipe([noisy], [0], checkpoint="never")
-    x, y = torch.rand(M, 3), torch.rand(M, 3)
-    for model in (one, other):
-        model.step(x, y)
-    drawing, seen = threading.Event(), threading.Event()
-
-    def draw_for_a_while() -> None:
-        drawing.set()
-        seen.wait(0.5)  # The step that draws nothing waits for this cell now, and need not.
-
-    noisy.before = draw_for_a_while
-    with ThreadPoolExecutor(1) as thread:
-        step = thread.submit(other.step, x, y)
-        assert drawing.wait(60)
-
-        def wait(*_: object) -> None:
-            seen.set()
-            step.result(60)
-
-        silent.register_forward_pre_hook(wait)
-        one.step(x, y)
+    expected = step("never", [True, False])
+    assert all(map(torch.equal, step("always", [True, False]), expected))
+    with pytest.raises(RuntimeError, match="checkpoint='never'"):
+        step("always", [False, True])
 
 
 class Forces(nn.Module):

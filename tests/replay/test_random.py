@@ -25,7 +25,8 @@ from tests.conftest import Pipe
 from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
-from torchgpipe.replay.random import RandomStates, sharing_generator
+from torchgpipe.drive.autograd import in_one_thread
+from torchgpipe.replay.random import RandomStates
 
 CHECKPOINTED = ["always", "except_last"]
 
@@ -440,18 +441,20 @@ def test_what_is_forgotten_is_not_drawn_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "sharing"),
+    ("devices", "inline"),
     [
-        (["cpu", "cpu"], ["cpu"]),
-        (["cuda:0", "cuda:0"], ["cuda:0"]),
-        (["cuda:0", "cuda:1"], []),
-        (["cpu:0", "cuda:0", "cpu:1"], ["cpu:0", "cpu:1"]),
+        (["cpu", "cpu"], True),
+        (["cpu:0", "cpu:1"], True),
+        (["cuda:0", "cuda:0"], True),
+        (["cuda:0", "cuda:1"], False),
+        (["cpu", "cuda:0"], False),
+        (["cpu:0", "cuda:0", "cpu:1"], True),
     ],
     ids=str,
 )
-def test_devices_with_one_generator(devices: list[str], sharing: list[str]) -> None:
+def test_devices_with_one_generator(devices: list[str], inline: bool) -> None:
     """A partition on the CPU once made all GPUs beside it take turns."""
-    assert sharing_generator([*map(torch.device, devices)]) == {*map(torch.device, sharing)}
+    assert in_one_thread([*map(torch.device, devices)]) == inline
 
 
 COLLECTING = """

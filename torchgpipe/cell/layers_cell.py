@@ -25,7 +25,6 @@ from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.graph.function import Edge
 from torchgpipe.graph.split_backward import nodes_below
 from torchgpipe.model.microbatch import Batch
-from torchgpipe.replay.generator_locks import own_locks
 from torchgpipe.replay.runs import Run
 
 __all__ = ["LayersCell", "SecondRun"]
@@ -114,11 +113,10 @@ class LayersCell(Cell):
                     for output in outputs
                 ]
             else:
-                with column.layers.exclusively():
-                    forget_parametrizations()
-                    outputs = self.compute(self._enter(leaves))
-                    column.forget_casts()
-                    forget_parametrizations()
+                forget_parametrizations()
+                outputs = self.compute(self._enter(leaves))
+                column.forget_casts()
+                forget_parametrizations()
                 self.exports = [
                     None if edge is None else self.kind_of_export(edge, number) for edge in _edges_of(outputs)
                 ]
@@ -173,10 +171,8 @@ class LayersCell(Cell):
         column = self.column
         # Detached, and so the leaves of a graph of their own: it needs no cut, because its input is kept anyway.
         inputs = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in leaves])
-        # A program may hold generators for this backward, which the caller's settings do not know of.
-        locks = own_locks() if column.in_program else nullcontext()
         # The engine enters no device for a node whose outputs are on the host.
-        with column.stream.use(), locks:
+        with column.stream.use():
             outputs = self._run.second(partial(self.compute, inputs))
             self._run.compare(outputs)
         column.forget_casts()

@@ -37,7 +37,7 @@ from torchgpipe.model.partition import Partition
 from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.callers_generator import CallersGenerator
-from torchgpipe.replay.random import RandomStates, sharing_generator
+from torchgpipe.replay.random import RandomStates
 from torchgpipe.schedule import Action, clock_cycles
 from torchgpipe.transport.portal import Portal
 from torchgpipe.transport.route import copy, wait
@@ -75,8 +75,7 @@ class ForwardPass:
     ) -> None:
         self._batches, self._checkpointed = batches, checkpointed
         self._ambient = Ambient()
-        self._inline = len(set(devices)) == 1
-        self._in_turn = sharing_generator(devices)
+        self._in_one_thread, several = in_one_thread(devices), len(set(devices)) > 1
         self._listener = begin_step(len(batches), partitions, devices, mechanisms)
         self.columns = make_columns(
             partitions,
@@ -85,10 +84,10 @@ class ForwardPass:
             len(batches),
             mechanisms,
             lambda device, modules: RandomStates(
-                device, modules, beside=device not in self._in_turn, between=not self._inline
+                device, modules, beside=several and device.type != "cpu", between=several
             ),
             ambient=self._ambient,
-            ordered=mechanisms.dependency and not self._inline and self._ambient.builds_graph,
+            ordered=mechanisms.dependency and not self._in_one_thread and self._ambient.builds_graph,
             listener=self._listener,
         )
         if not checkpointed[0]:  # What runs again must not change its input, and must know whether the caller has.
@@ -108,37 +107,21 @@ class ForwardPass:
 
     def run(self) -> None:
         """Replace every micro-batch by the output of the last partition."""
-        if any(self._checkpointed) or not self._inline:
+        if any(self._checkpointed) or not self._in_one_thread:
             refuse_transforms()
         accelerators = {column.stream.device for column in self.columns if column.stream.device.type != "cpu"}
         # Autograd has a thread for each of them, but one thread for all devices of the CPU.
         generator = CallersGenerator() if len(accelerators) > 1 and self._ambient.builds_graph else None
-        agenda = Agenda(self._actions, [] if self._inline else self._needs())
-        Executor(self, self._ambient).run(agenda, self._ambient)
-        if self._inline:
-            self.columns[0].random.forget()  # The last state takes kilobytes.
+        numbers = {action: number for number, action in enumerate(self._actions)}
+        agenda = Agenda(self._actions, [[numbers[Action("F", i, j - 1)]] if j else [] for _, i, j in self._actions])
+        Executor(self, self._ambient, in_one_thread=self._in_one_thread).run(agenda, self._ambient)
+        self.columns[0].random.forget()  # The last state takes kilobytes.
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in self._lanes if lane is not None]
         if open_lanes:
             _tie(self._batches[-1], open_lanes)
         if generator is not None:
             generator.watch([leaf for batch in self._batches for leaf in batch.leaves])
-
-    def _needs(self) -> list[list[int]]:
-        """Return what each action needs. Those that share a random number generator need each other, in their order."""
-        numbers = {action: number for number, action in enumerate(self._actions)}
-        needs: list[list[int]] = []
-        turn: int | None = None  # the last cell that ran in turn
-        are_in_turn = [column.stream.device in self._in_turn for column in self.columns]
-        for number, (kind, i, j) in enumerate(self._actions):
-            needed = [] if j == 0 else [numbers[Action(kind, i, j - 1)]]
-            if are_in_turn[j]:
-                # The cell (i, j-1) is the one before it in turn, or comes before that: one wait is enough.
-                needed = [need for need in needed if not are_in_turn[self._actions[need].j]]
-                needed += [] if turn is None else [turn]
-                turn = number
-            needs.append(needed)
-        return needs
 
     # ------------------------------------------------------------------------------- what the executor asks of a front
 
@@ -149,6 +132,11 @@ class ForwardPass:
 
     def cancel(self) -> None:
         """See `Front.cancel`."""
+
+
+def in_one_thread(devices: Sequence[torch.device]) -> bool:
+    """Return whether one thread runs all cells: of one device, or of several of the CPU, which share a generator."""
+    return len(set(devices)) == 1 or len({device for device in devices if device.type == "cpu"}) > 1
 
 
 def pass_through(column: LayersColumn, i: int, batch: Batch, lane: Lane, mode: Mode) -> tuple[Batch, Lane]:
@@ -192,7 +180,7 @@ def _pass_plain(column: LayersColumn, i: int, batch: Batch, lane: Lane) -> tuple
     column.random.forget()
     if lane is not None and _tie(batch, [lane]):
         lane = None
-    with column.recorded("forward", i), column.layers.exclusively():
+    with column.recorded("forward", i):
         output = column.run_layers(batch)
     if lane is not None and _tie(output, [lane]):
         # No input required grad. The output does nearly as well: the engine takes this cell's nodes before

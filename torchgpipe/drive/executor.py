@@ -9,9 +9,11 @@ runs forward actions only, and leaves the caller a graph, which autograd drives 
               I(i, j) does the same, and leaves the gradients of the parameters to W(i, j)
     R(i, j)   runs a cell again that has left no graph, as soon as its device is free: before its gradient is there
 
-A program with one device runs in the caller's thread. With several, each device has a worker, which runs its actions in
-their order, and each as soon as the actions that it needs have finished. All nodes of a cell's graph run in that
-worker: a device thread of the autograd engine could not run them while it waits for another cell.
+A program with one device runs in the caller's thread. So does one whose cells draw from the generator of the CPU, of
+Python or of NumPy, which all threads share: a cell has it to itself, and nothing is locked. Else each device has a
+worker, which runs its actions in their order, and each as soon as the actions that it needs have finished. All nodes of
+a cell's graph run in that worker: a device thread of the autograd engine could not run them while it waits for another
+cell.
 
 Gradients of parameters arrive at `aliases`, and go to ``.grad`` when all actions have run, see `gradients.of_steps`.
 """
@@ -84,15 +86,23 @@ class Executor:
         ambient: the settings of the caller
         facts: what a note about memory is made from; None if cells make these notes themselves
         residence: which tensors are on their devices
+        in_one_thread: whether the caller's thread runs the actions of all devices
     """
 
     def __init__(
-        self, front: Front, ambient: Ambient, facts: MiniBatchFacts | None = None, residence: Residence = RESIDENT
+        self,
+        front: Front,
+        ambient: Ambient,
+        facts: MiniBatchFacts | None = None,
+        residence: Residence = RESIDENT,
+        *,
+        in_one_thread: bool = False,
     ) -> None:
         self._front, self._ambient, self._facts, self._residence = front, ambient, facts, residence
+        self._in_one_thread = in_one_thread
 
     def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
-        """Run actions, inline or in workers.
+        """Run actions: those of one device in the caller's thread, and those of several in workers, unless told else.
 
         Args:
             agenda: the actions
@@ -113,19 +123,17 @@ class Executor:
                 with columns[0].stream.use():
                     for number in range(len(actions)):
                         run(number)
-            else:
-                tasks = [Task(columns[action.j].stream, needs) for action, needs in zip(actions, agenda.needs)]
-                try:
+                return
+            try:
+                if self._in_one_thread:
+                    for number, action in enumerate(actions):
+                        with columns[action.j].stream.use():
+                            run(number)
+                else:
+                    tasks = [Task(columns[action.j].stream, needs) for action, needs in zip(actions, agenda.needs)]
                     run_in_workers(tasks, run, ambient)
-                finally:
-                    release([route for column in columns for route in column.leaving])
-
-    def run_in_this_thread(self, actions: Sequence[Action]) -> None:
-        """Run actions one after the other, whatever their devices."""
-        with self._resident(actions):
-            for action in actions:
-                with self._front.columns[action.j].stream.use():
-                    self._run(action, recomputes=False, keep_graph=False)
+            finally:
+                release([route for column in columns for route in column.leaving])
 
     @contextmanager
     def _resident(self, actions: Sequence[Action]) -> Iterator[None]:

@@ -126,7 +126,10 @@ def run_step(
                     watches,
                 )
                 with cells.ambient.fresh_casts():
-                    Executor(cells, cells.ambient, facts, cells.residence).run(agenda, cells.ambient)
+                    executor = Executor(
+                        cells, cells.ambient, facts, cells.residence, in_one_thread=random_numbers.are_of_the_process
+                    )
+                    executor.run(agenda, cells.ambient)
                     cells.end()
                     return gather(), cells.entered()
 
@@ -224,7 +227,7 @@ class MicroBatches:
             cell.begin(batch)
             with self._random_numbers.of(i, column.stream.device):
                 if not self._backward:
-                    with column.recorded("forward", i), torch.no_grad(), column.layers.exclusively():
+                    with column.recorded("forward", i), torch.no_grad():
                         outputs = cell.compute(leaves)
                     exports: Sequence[Export | None] = [None] * len(outputs)
                 else:

@@ -41,7 +41,6 @@ from torchgpipe.listener.listener import End
 from torchgpipe.model.values import Exchanged, each, is_cache, mapped
 from torchgpipe.offload.residence import Residence
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.generator_locks import own_locks
 
 __all__ = ["Frame"]
 
@@ -132,7 +131,7 @@ class Frame(TorchFunctionMode):
         failed = True
         try:
             # A model that differentiates makes nodes, which have numbers of this thread only if it is this thread.
-            with own_locks(), torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False):
                 self._enter(0)
                 self._begin(self)
                 self._leave(ends=True)

@@ -155,8 +155,9 @@ class MiniBatch:
 
     # ------------------------------------------------------------------------------------------------- the program
 
-    def _executor(self) -> Executor:
-        return Executor(self, self._ambient, self._facts, self._residence)
+    def _executor(self, *, in_one_thread: bool = False) -> Executor:
+        in_one_thread |= self.random_numbers.are_of_the_process
+        return Executor(self, self._ambient, self._facts, self._residence, in_one_thread=in_one_thread)
 
     def run(self) -> None:
         """Run the whole program.
@@ -183,9 +184,9 @@ class MiniBatch:
     def run_columns_forward(self, after: Callable[[int], None]) -> None:
         """Run all forward actions, in this thread, column by column, and call ``after`` with each column."""
         try:
-            executor = self._executor()
+            executor = self._executor(in_one_thread=True)
             for j in filter(self.columns.is_mine, range(self._n)):
-                executor.run_in_this_thread([Action("F", i, j) for i in range(self._m)])
+                executor.run(Agenda([Action("F", i, j) for i in range(self._m)], []), self._ambient)
                 after(j)
             self._end_pauses()
         finally:
@@ -194,10 +195,11 @@ class MiniBatch:
     def run_columns_backward(self, after: Callable[[int], None], *, split: bool) -> None:
         """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
         with self.aliases.installed():
-            executor = self._executor()
+            executor = self._executor(in_one_thread=True)
             kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
             for j in filter(self.columns.is_mine, reversed(range(self._n))):
-                executor.run_in_this_thread([Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds])
+                actions = [Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds]
+                executor.run(Agenda(actions, []), self._ambient)
                 after(j)
         self._verified()
 

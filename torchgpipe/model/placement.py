@@ -48,7 +48,7 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device], *, o
 
 
 def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) -> None:
-    """Raise an error if partitions in different places share a parameter.
+    """Raise an error if partitions in different places share a parameter or a buffer.
 
     Args:
         partitions: the partitions
@@ -60,7 +60,7 @@ def verify_sharing(partitions: Sequence[Partition], places: Sequence[object]) ->
     owners: dict[torch.Tensor, tuple[str, object]] = {}
     shared = []
     for j, (partition, place) in enumerate(zip(partitions, places)):
-        for name, parameter in partition.named_parameters():
+        for name, parameter in (*partition.named_parameters(), *partition.named_buffers()):
             owner = f"'{name}' (partition {j} on {place})"
             first_owner, first_place = owners.setdefault(parameter, (owner, place))
             if first_place != place:

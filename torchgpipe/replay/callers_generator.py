@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchgpipe.devices.generators import go_on_from, state_of
 from torchgpipe.devices.torch_internals import at_end_of_pass, current_pass
-from torchgpipe.replay.generator_locks import cpu_lock, current_locks, using
 
 __all__ = ["CallersGenerator"]
 
@@ -35,18 +34,15 @@ class CallersGenerator:
     """
 
     def __init__(self) -> None:
-        # A backward in forward runs in a thread of the engine, for which a cell around forward may hold the others.
-        self._locks = current_locks()
-        self.before = self._state()
+        self.before = state_of(torch.default_generator)
         self._watched: int | None = None  # the last backward pass that is watched
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Put the generator back after a backward in the ``with`` block, if it was left where forward began."""
-        state = self._state()
+        state = state_of(torch.default_generator)
         try:
-            with using(self._locks):
-                yield
+            yield
         finally:
             self._put_back(state)
 
@@ -64,13 +60,8 @@ class CallersGenerator:
         this_pass = current_pass()
         if self._watched != this_pass:
             self._watched = this_pass
-            at_end_of_pass(partial(self._put_back, self._state()))
+            at_end_of_pass(partial(self._put_back, state_of(torch.default_generator)))
 
     def _put_back(self, state: Tensor) -> None:
-        with using(self._locks), cpu_lock():
-            if torch.equal(state_of(torch.default_generator), self.before):
-                go_on_from(torch.default_generator, state)
-
-    def _state(self) -> Tensor:
-        with using(self._locks), cpu_lock():
-            return state_of(torch.default_generator)
+        if torch.equal(state_of(torch.default_generator), self.before):
+            go_on_from(torch.default_generator, state)

@@ -6,9 +6,9 @@ state that differs is kept, and the second run starts from it. So a cell that dr
 not matter what is drawn between the two runs.
 
 The CPU has one generator for all threads. If two cells drew from it at the same time, each would get a part of one
-sequence, and no state would bring its part back. So cells on the CPU run in turn (`sharing_generator`). Cells on
-accelerators run beside them and should draw from their own devices: a recomputation there leaves the CPU's generator to
-the cells of the CPU, watches the generator, and raises an error if it is drawn from.
+sequence, and no state would bring its part back. So one thread runs the cells of the CPU. Cells on accelerators run
+beside them and should draw from their own devices: a recomputation there leaves the CPU's generator to the cells of the
+CPU, watches the generator, and raises an error if it is drawn from.
 
 Python and NumPy have one generator each for all threads, too, and threads that load data may draw from it. So a state
 that differs does not tell that a layer has drawn. It is replayed in any case, and what the second run returns is
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torchgpipe.devices.generators import OUTSIDE, Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators", "sharing_generator"]
+__all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators"]
 
 
 class _Note(NamedTuple):
@@ -212,14 +212,6 @@ def _unsafe() -> RuntimeError:
         "recomputation cannot draw the same ones again; draw them on the layer's own device "
         "(device=input.device), let one thread at a time train, or use checkpoint='never'"
     )
-
-
-def sharing_generator(devices: Sequence[torch.device]) -> set[torch.device]:
-    """Return the devices whose cells run in turn, because they share a generator.
-
-    These are the devices of the CPU, or the only device if there is one.
-    """
-    return {device for device in devices if device.type == "cpu" or len(set(devices)) == 1}
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 So dropout is the same for any partitions, schedule, checkpoint mode and number of devices. While a cell runs, the
 generators of the CPU and of the device have the state that the micro-batch has left in its last cell; afterwards they
-get their own state back. A generator serves one cell at a time. The CPU has one for all threads, so cells that draw
-from it run one after the other.
+get their own state back. A generator serves one cell at a time. The CPU has one for all threads, so one thread runs
+all cells if they draw from it.
 
 Only models that draw pay. Whether a model draws is seen when it first runs, for each set of training modes.
 """
@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.generators import OUTSIDE, Generator, generators_of, generators_of_all, go_on_from, state_of
 from torchgpipe.replay.callers_generator import CallersGenerator
-from torchgpipe.replay.generator_locks import are_those_of_the_process, borrowed, cpu_lock, sharing
 
 __all__ = ["Draws", "RandomNumbers", "modes_of"]
 
@@ -73,18 +72,23 @@ class RandomNumbers:
         self.seed = 0
         #: The states of the caller's generator before and after the seeds were drawn from it.
         self._seeded: tuple[Tensor, Tensor] | None = None
-        with _unnoticed() as before:
-            if any(self.follows):  # The model is not known to draw nothing.
-                self.seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-                self._seeded = before, state_of(torch.default_generator)
-            # Python's and NumPy's are for all threads, such as those that load data; `Run` looks at what cells draw.
-            others = [
-                generator
-                for generator in generators_of_all(devices)
-                if not self.follows[_kind_of(generator)] and generator not in OUTSIDE
-            ]
-            self._watch = _WatchedGenerators(others)
-            self.callers_generator = CallersGenerator()
+        if any(self.follows):  # The model is not known to draw nothing.
+            before = state_of(torch.default_generator)
+            self.seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+            self._seeded = before, state_of(torch.default_generator)
+        #: The states of generators that should not be drawn from. Python's and NumPy's are for all threads, such as
+        #: those that load data; `Run` looks at what cells draw.
+        self._unused = {
+            generator: state_of(generator)
+            for generator in generators_of_all(devices)
+            if not self.follows[_kind_of(generator)] and generator not in OUTSIDE
+        }
+        self.callers_generator = CallersGenerator()
+
+    @property
+    def are_of_the_process(self) -> bool:
+        """Whether cells draw, or may draw, from generators that all threads share."""
+        return self.follows.cpu or self.follows.python or self.follows.numpy
 
     @property
     def drawn(self) -> Draws:
@@ -106,13 +110,20 @@ class RandomNumbers:
     def _followed(self, i: int, generators: list[Generator]) -> Iterator[None]:
         states = self._states.setdefault(i, {})
         seed = _seed(self.seed, i)
-        # What the generator of an accelerator has come to on one device goes on on the next.
-        with borrowed({generator: states.get(_kind_of(generator), seed) for generator in generators}) as begun:
+        callers = [state_of(generator) for generator in generators]
+        try:
+            for generator in generators:
+                # What the generator of an accelerator has come to on one device goes on on the next.
+                go_on_from(generator, states.get(_kind_of(generator), seed))
+            begun = [state_of(generator) for generator in generators]
             try:
                 yield
             finally:
                 for generator, before in zip(generators, begun):
                     states[_kind_of(generator)] = self._noted(generator, before)
+        finally:
+            for generator, state in zip(generators, callers):
+                go_on_from(generator, state)
 
     def replicated(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Let the generators follow what all processes draw for micro-batch ``i`` in a ``with`` block."""
@@ -132,17 +143,15 @@ class RandomNumbers:
             self._drawn[k] |= has_drawn
 
     def backward(self, device: torch.device) -> AbstractContextManager[None]:
-        """Let what is recomputed in a ``with`` block draw what it has drawn: nobody else draws meanwhile."""
-        generators = self.following(device)
-        return self._watched(generators) if generators else _nothing
+        """Note what hooks draw at backward in a ``with`` block, until it is known what the model draws from."""
+        return _nothing if self.is_known else self._watched(self.following(device))
 
     @contextmanager
     def _watched(self, generators: list[Generator]) -> Iterator[None]:
-        with sharing(generators):
-            before = [state_of(generator) for generator in generators] if self._draws is None else []
-            yield
-            for generator, state in zip(generators, before):  # Hooks may draw at backward.
-                self._noted(generator, state)
+        before = [state_of(generator) for generator in generators]
+        yield
+        for generator, state in zip(generators, before):
+            self._noted(generator, state)
 
     def _noted(self, generator: Generator, before: Tensor) -> Tensor:
         """Return the state of a generator, and note whether it was drawn from."""
@@ -161,7 +170,11 @@ class RandomNumbers:
         Raises:
             RuntimeError: the model was known to draw nothing, but has drawn; a recomputation may draw other numbers.
         """
-        unseen = self._watch.drawn_from()
+        unseen = [
+            str(generator.device)
+            for generator, state in self._unused.items()
+            if not torch.equal(state_of(generator), state)
+        ]
         draws = self._draws or self.drawn
         if unseen:
             draws = draws._replace(cpu=True, device=True)
@@ -175,9 +188,8 @@ class RandomNumbers:
             )
         if self._seeded is not None and not any(draws):
             before, after = self._seeded
-            with _unnoticed() as now:
-                if torch.equal(now, after):
-                    go_on_from(torch.default_generator, before)
+            if torch.equal(state_of(torch.default_generator), after):
+                go_on_from(torch.default_generator, before)
 
 
 _nothing = nullcontext()
@@ -198,54 +210,6 @@ def _dropout(p: Any) -> float | None:
     if not isinstance(p, int | float):  # Not a module's dropout, and perhaps nothing that can be looked up.
         return None
     return p if p in (0, 1) else 0.5
-
-
-class _WatchedGenerators:
-    """Notice draws from generators, but for those of other pipelines' seeds.
-
-    Args:
-        generators: the generators
-    """
-
-    def __init__(self, generators: Iterable[Generator]) -> None:
-        self._states = {generator: _state_at_rest(generator) for generator in generators}
-        if are_those_of_the_process():
-            _watches.add(self)
-
-    def drawn_from(self) -> list[str]:
-        """Return the devices whose generators were drawn from."""
-        return [
-            str(generator.device)
-            for generator, state in self._states.items()
-            if not torch.equal(_state_at_rest(generator), state)
-        ]
-
-    def follow(self, before: Tensor) -> None:
-        """Take the present state of the CPU's generator for the one to be, if that was ``before``."""
-        generator = torch.default_generator
-        if generator in self._states and torch.equal(self._states[generator], before):
-            self._states[generator] = state_of(generator)
-
-
-def _state_at_rest(generator: Generator) -> Tensor:
-    """Return the state of a generator, where no cell has borrowed it."""
-    with sharing([generator]):
-        return state_of(generator)
-
-
-#: The watches of this process, but for those inside of a block that holds the generator of the CPU.
-_watches: WeakSet[_WatchedGenerators] = WeakSet()
-
-
-@contextmanager
-def _unnoticed() -> Iterator[Tensor]:
-    """Let the generator of the CPU go on in a ``with`` block, unnoticed by other pipelines, and provide its state."""
-    with cpu_lock():
-        before = state_of(torch.default_generator)
-        yield before
-        if are_those_of_the_process():
-            for watch in list(_watches):  # Other threads add to it.
-                watch.follow(before)
 
 
 def _seed(base: int, i: int) -> int:

@@ -14,7 +14,6 @@ the settings of the caller, which `Ambient.run` enters:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.generators import OUTSIDE
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
-from torchgpipe.replay.exclusive import exclusive
 from torchgpipe.replay.found import Found
 from torchgpipe.replay.outputs import counts_of, difference_of, is_compared, sums
 from torchgpipe.replay.phase import first_run, second_run
@@ -71,10 +69,6 @@ class Layers:
         #: The backward pass in which the layers were last found unchanged.
         self._unchanged_in: int | None = None
 
-    def exclusively(self) -> AbstractContextManager[None]:
-        """Keep other threads from running modules with buffers for a ``with`` block."""
-        return exclusive(self.state.owners) if self.state.owners else _nothing
-
     def versions(self) -> list[int]:
         """Return the versions of all parameters, which count changes in place."""
         return versions(self._versioned)
@@ -87,9 +81,6 @@ class Layers:
         if change is None:
             self._unchanged_in = current_pass()
         return change
-
-
-_nothing = nullcontext()
 
 
 class Run:
@@ -130,13 +121,12 @@ class Run:
         layers, inputs, self._inputs = self._layers, self._inputs, ()
         untouched = versions(inputs)
         forget_parametrizations()
-        with layers.exclusively():
-            drawn, state = layers.random.begin(), layers.state.begin()
-            with first_run():
-                result = compute()
-            draws = layers.random.end(drawn)
-            self._kept = draws, state
-            state.end()
+        drawn, state = layers.random.begin(), layers.state.begin()
+        with first_run():
+            result = compute()
+        draws = layers.random.end(drawn)
+        self._kept = draws, state
+        state.end()
         # Another thread may have drawn these numbers, too, so nothing else tells whether they were drawn again.
         self.is_compared |= not dispatch_modes() and any([draw.generator in OUTSIDE for draw in draws])
         self._versions = layers.versions()
@@ -174,12 +164,7 @@ class Run:
             )
         drawn, state = self._kept
         forget_parametrizations()
-        with (
-            layers.exclusively(),
-            layers.random.replay(drawn),
-            state.again(),
-            second_run(),
-        ):
+        with layers.random.replay(drawn), state.again(), second_run():
             result = compute()
         forget_parametrizations()
         return result
