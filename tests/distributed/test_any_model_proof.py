@@ -40,7 +40,7 @@ def made() -> Any:
 def said(is_wrong: bool) -> str:
     """Return the table of a model, or what the proof says if a process gets wrong gradients from the other one."""
     receive = Messages.receive_gradients
-    if is_wrong and dist.get_rank() == 0:
+    if is_wrong and dist.get_rank() == 0:  # Which receives nothing but gradients.
         Messages.receive_gradients = lambda *args: [1.001 * grad for grad in receive(*args)]  # type: ignore
     try:
         model = made()
@@ -78,22 +78,20 @@ def test_a_forward_that_differs_between_processes_is_found() -> None:
 
 
 class Stray(Blocks):
-    """Once, a process that left the plain run of a proof by itself let the others wait for the whole timeout."""
+    """Fails in one process, or in all."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.runs = kind, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        order = [*self.blocks]
         self.runs += 1
-        if dist.get_rank() == 1 and (self.kind == "raises" or (self.kind == "raises later" and self.runs > 1)):
+        ill = {"raises": 1, "raises in the plain run": 0, "raises in the pipeline": 1}.get(self.kind)
+        if dist.get_rank() == ill and (self.kind == "raises" or self.runs > 1):
             raise ValueError("this process is ill")
-        if dist.get_rank() == 1 and self.kind == "reorders" and self.runs > 1:
-            order = [*reversed(order)]
-        for block in order:
+        for block in self.blocks:
             x = block(x).tanh()
-        return Ill.apply(x) if dist.get_rank() == 1 and self.kind == "raises in backward" else x
+        return Ill.apply(x) if self.kind == "raises in backward" else x
 
 
 class Ill(torch.autograd.Function):
@@ -111,7 +109,7 @@ def strayed() -> list[str]:
     mesh = dist.init_device_mesh("cpu", (2,))
     how: dict[str, Any] = {"chunks": 4, "mesh": mesh, "balance": [2, 2]}
     said = []
-    for kind in ("raises", "raises later", "reorders"):
+    for kind in ("raises", "raises in the plain run", "raises in the pipeline"):
         torch.manual_seed(0)
         with pytest.raises((RuntimeError, ValueError)) as info:
             torchgpipe.pipelined(Stray(kind), torch.randn(2, 4), **how)
@@ -119,7 +117,12 @@ def strayed() -> list[str]:
     torch.manual_seed(0)
     # Which a model may do that only evaluates.
     with pytest.warns(UserWarning, match="not compared: gradients, because the plain model cannot be differ"):
-        torchgpipe.pipelined(Stray("raises in backward"), torch.randn(2, 4), **how)
+        model: Any = torchgpipe.pipelined(Stray("raises in backward"), torch.randn(2, 4), **how)
+    model.kind = "raises in the plain run"
+    with pytest.raises((RuntimeError, ValueError), match="this process is ill"):
+        model.verify(torch.randn(4, 4))
+    model.kind = ""
+    assert model.verify(torch.randn(4, 4)).is_equal  # The processes go on.
     return said
 
 
@@ -127,10 +130,10 @@ def test_a_process_that_strays_from_the_proof_is_found_at_once() -> None:
     one, other = launch(2, strayed)
     assert "rank 1 has failed before the partitions: ValueError: this process is ill" in one[0]
     assert other[0] == "this process is ill"
-    assert "rank 1 has failed before the module 'blocks.0': ValueError: this process is ill" in one[1]
-    assert other[1] == "this process is ill"
-    assert "has come to the module 'blocks.0', and rank 1 to the module 'blocks.3'" in one[2]
-    assert "has come to the module 'blocks.3', and rank 0 to the module 'blocks.0'" in other[2]
+    assert "rank 0 has failed before the proof: ValueError: this process is ill" in other[1]
+    assert one[1] == "this process is ill"
+    assert "a micro-batch fails in the pipeline (ValueError: this process is ill)" in other[2]
+    assert "in vain: rank 1 has failed with ValueError: this process is ill" in one[2]
 
 
 class Tied(nn.Module):

@@ -75,7 +75,7 @@ def arrange(
     counts = _counts(module, spine, n, balance)
     if processes is not None:  # Which measure other times.
         processes.verify_alike({"model": [part.name for part in spine]}, "the partitions")
-        counts = processes.tell_all(counts, 0, "the partitions")
+        counts = processes.gather(counts, "the partitions")[0]
     rest = iter(spine)
     partitions = [PartitionLayout(device, tuple(islice(rest, count))) for device, count in zip(devices, counts)]
     columns = _columns(partitions, apart=apart)

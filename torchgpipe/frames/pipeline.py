@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner, put_door, remove_door, visiting
 from torchgpipe.frames.glue import explain_compiler
 from torchgpipe.frames.inputs import Arguments, SplitBatch
-from torchgpipe.frames.joint_run import JointRun
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.mini_batch import Finish, MiniBatch
 from torchgpipe.frames.move import move
@@ -304,7 +304,8 @@ class Pipeline:
                 (weakref.ref(child), name, column) for child, name, column in own_slots(module, settings, users)
             ]
             self._structure = structure
-            move(module, settings)  # What is new, such as another head; the rest is there.
+            if self.host_memory is None or settings.offload is not None:  # Else a proof has fetched the weights.
+                move(module, settings)  # What is new, such as another head; the rest is there.
             # One that was wrapped since, as by torch.compile, would otherwise have a door behind that of its wrapper.
             for name, child in named.items():
                 if name not in settings.doors:
@@ -524,16 +525,14 @@ class Pipeline:
             return self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
         if self.host_memory is not None:
             arguments = arguments.mapped(self.to(self.settings.devices[0]), caches=False)
-        with self.in_one_piece(backward=False) as (aliases, _):
+        with self.in_one_piece(backward=False) as aliases:
             output = self.module._torchgpipe_forward(*arguments.args, **arguments.kwargs)
             aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
             return output
 
     @contextmanager
-    def in_one_piece(
-        self, *, backward: bool, moved: Callable[[int], None] = lambda _: None
-    ) -> Iterator[tuple[Aliases, InOnePiece]]:
-        """Let the model run in this thread, from device to device, in a ``with`` block, and provide who visits it.
+    def in_one_piece(self, *, backward: bool, moved: Callable[[int], None] = lambda _: None) -> Iterator[Aliases]:
+        """Let the model run in this thread, from device to device, in a ``with`` block, and provide its aliases.
 
         Args:
             backward: whether gradients are wanted, which go to the aliases
@@ -541,16 +540,20 @@ class Pipeline:
         """
         told = self.settings.devices, self.streams, self.identity, moved
         with self.aliased(backward=backward, alone=True) as aliases:
-            visitor = (
-                InOnePiece(*told) if self.together is None else JointRun(self.module, self.together, aliases, *told)
-            )
-            is_mode = self._copies() or self.together is not None
-            with visiting(visitor), visitor if is_mode else nullcontext(), on_demand(aliases, self._computing()):
+            visitor = InOnePiece(*told)
+            with visiting(visitor), visitor if self._copies() else nullcontext(), on_demand(aliases, self._computing()):
                 try:
-                    yield aliases, visitor
+                    yield aliases
                 except BaseException as error:
                     explain_compiler(error)
                     raise
+
+    def alone(self) -> Pipeline:
+        """Return what runs the plain model in one of several processes, which has the weights in host memory."""
+        whole = Pipeline(self.module, replace(self.settings, processes=None))
+        whole.identity, whole.streams, whole._lock = self.identity, self.streams, self._lock
+        whole.host_memory = HostMemory(self.settings.devices, 1, 0, activations=False)
+        return whole
 
     def mini_batch_for_proof(
         self, batch: SplitBatch, finish: Finish, aliases: Aliases, patience: float | None, *, backward: bool = True

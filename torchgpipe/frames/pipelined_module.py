@@ -15,7 +15,7 @@ from torchgpipe.frames.door import remove_door, this_thread
 from torchgpipe.frames.inputs import Arguments
 from torchgpipe.frames.layout import Layout
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.proof import FramesProof
+from torchgpipe.frames.proof import verify
 from torchgpipe.frames.saved import save_together
 from torchgpipe.frames.settings import Settings
 from torchgpipe.frames.weights import clip_together, own, stand_ins_of
@@ -168,8 +168,7 @@ class _Pipelined(nn.Module):
         runs = self._runs()
         batch = runs.settings.study.splitter.micro_batches(Arguments(args, kwargs), runs.settings.chunks)
         verify_independent(batch.window, "verify")
-        with_loss = target is not None and runs.settings.loss_fn is not None
-        return FramesProof(runs, batch, target, with_loss=with_loss).verify()
+        return verify(runs, batch, target)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of the whole model, as :func:`torch.nn.utils.clip_grad_norm_` does, over all processes.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain, starmap
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,27 @@ from torchgpipe.frames.proof_plain import PlainSide
 from torchgpipe.frames.sample import without_compiler
 from torchgpipe.frames.variation import vary_sample
 from torchgpipe.frames.weights import add_shared
+from torchgpipe.frames.whole import Whole
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import Compared, Comparison, difference_of
-from torchgpipe.model.fingerprint import Fingerprint, combined, fingerprint
+from torchgpipe.model.fingerprint import Fingerprint, combined, dense, fingerprint
 from torchgpipe.model.given import MicroBatches
-from torchgpipe.model.untouched import Buffers, in_mode
-from torchgpipe.model.values import each, mapped
-from torchgpipe.processes.processes import Processes
-from torchgpipe.proof.proof import Number, PlainFails, PlainRun, take_fingerprints
+from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.model.values import each
+from torchgpipe.processes.wire import register
+from torchgpipe.proof.proof import Number, PlainFails, PlainRun, take_fingerprints, without_zeros
 from torchgpipe.schedule.programs import SPLITTING
 
-__all__ = ["FramesProof", "prove"]
+__all__ = ["prove", "verify"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: Gradients by the names of parameters, each with the first column of its parameter.
+_Gradients: TypeAlias = dict[str, tuple[int, Fingerprint | None]]
+
+register(Compared)
+register(Fingerprint)
 
 
 def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies: bool = True) -> FramesProof:
@@ -61,24 +71,62 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
         variations = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
-    with_loss = target is not None and settings.loss_fn is not None
-    tried = [*chain(*variations)]
-    for k, arguments in enumerate(tried):
-        settings.study.rules.clear()
-        proof = FramesProof(pipeline, splitter.micro_batches(arguments, count), target, with_loss=with_loss)
-        try:
-            if verifies:
-                proof.run()
-                # Few labels count, so a rule may fit by chance.
-                for other in variations[0][k + 1 :]:
-                    proof.confirm_rules(splitter.micro_batches(other, count))
-                break
-            if proof.find_rules():
-                break
-        except PlainFails as failure:
-            if arguments is tried[-1]:
-                raise failure.error from failure.__cause__
-    return proof
+    settings.study.rules.clear()
+    batches = [[splitter.micro_batches(one, count) for one in alike] for alike in variations]
+    return _prove(pipeline, batches, target, verifies=verifies)
+
+
+def verify(pipeline: Pipeline, batch: SplitBatch, target: Any) -> Comparison:
+    """Compare a pipelined model with the plain model on a mini-batch; see `prove`."""
+    return _prove(pipeline, [[batch]], target).comparison
+
+
+def _prove(
+    pipeline: Pipeline, variations: list[list[SplitBatch]], target: Any, *, verifies: bool = True
+) -> FramesProof:
+    """Return the proof on the first mini-batch that the plain model takes; see `prove` and `vary_sample`.
+
+    Raises:
+        OthersFail: the first process, which alone runs the plain model, has failed.
+    """
+    batches, processes = [*chain(*variations)], pipeline.settings.processes
+    whole = None if processes is None else Whole(pipeline, processes)
+    with nullcontext() if processes is None else processes.all_together("the end of the proof"), whole or nullcontext():
+        proofs = [FramesProof(pipeline, batch, target, whole, k) for k, batch in enumerate(batches)]
+        if whole is not None and whole.processes.rank:
+            return _follow(pipeline, proofs, whole)
+        for k, proof in enumerate(proofs):
+            if k:
+                pipeline.settings.study.rules.clear()
+            try:
+                if verifies:
+                    proof.run()
+                    for other in variations[0][k + 1 :]:  # Few labels count, so a rule may fit by chance.
+                        proof.confirm_rules(other)
+                    break
+                if proof.find_rules():
+                    break
+            except PlainFails as failure:
+                if k + 1 == len(proofs):
+                    raise failure.error from failure.__cause__
+        if whole is not None:
+            whole.tell(*proof.state(), proof.comparison.rows, proof.comparison.skipped, proof.differing)
+        return proof
+
+
+def _follow(pipeline: Pipeline, proofs: Sequence[FramesProof], whole: Whole) -> FramesProof:
+    """Run the pipeline whenever the first process tells it, and return the proof that it ends with."""
+    module, study, devices = pipeline.module, pipeline.settings.study, pipeline.settings.devices
+    with torch.inference_mode(False), without_zeros(module), without_compiler(module):
+        while True:
+            k, is_evaluation, training, study.rules, study.divides, *end = whole.hear()
+            proof: FramesProof = proofs[k]
+            if end:
+                proof.comparison.rows, proof.comparison.skipped, proof.differing = end
+                return proof
+            grads = torch.set_grad_enabled(not is_evaluation)
+            with in_mode(module, training), untouched(module, devices), grads:
+                proof.run_evaluation() if is_evaluation else proof.run_pipeline(None)
 
 
 class FramesProof(PlainSide):
@@ -87,10 +135,7 @@ class FramesProof(PlainSide):
     def run(self) -> Comparison:
         """See `Proof.run`."""
         with without_compiler(self._module):
-            super().run()
-        if self._processes is not None:
-            self._take_rows(self._processes)
-        return self.comparison
+            return super().run()
 
     def _run_apart(self) -> tuple[bool, PlainRun]:
         found = super()._run_apart()
@@ -98,16 +143,10 @@ class FramesProof(PlainSide):
             self._find_divisors()
         return found
 
-    def _take_rows(self, processes: Processes) -> None:
-        """Take the rows of all processes, each of which has compared its own gradients and buffers."""
-        told = processes.gather(([*map(list, self.comparison.rows)], self.comparison.skipped), "the end of the proof")
-        rows: dict[str, Compared] = {}
-        for row in starmap(Compared, chain(*[rows_of_one for rows_of_one, _ in told])):
-            if row.name not in rows or row.fault:
-                rows[row.name] = row
-        self.comparison.rows = [*rows.values()]
-        for reason in chain(*[skipped for _, skipped in told]):
-            self.skip(reason)
+    def state(self, *, is_evaluation: bool = False) -> tuple[Any, ...]:
+        """Return what all processes must know of this proof before they run the pipeline."""
+        study = self._settings.study
+        return self.number, is_evaluation, self._module.training, study.rules, study.divides
 
     def find_rules(self) -> bool:
         """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
@@ -181,7 +220,9 @@ class FramesProof(PlainSide):
         """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
         study, (args, kwargs) = self._settings.study, self._batch.parts[0]
         window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)])
-        proof = FramesProof(self._pipeline, study.splitter.micro_batches(Arguments((window,), {}), 2))
+        proof = FramesProof(
+            self._pipeline, study.splitter.micro_batches(Arguments((window,), {}), 2), None, self._whole
+        )
         with torch.no_grad(), in_mode(self._module, False), suppress(Exception):  # It may not take this argument.
             inspect.signature(self._model._torchgpipe_forward).bind_partial(num_items_in_batch=7)
             (_, of_seven), (_, of_fourteen) = proof.with_numbers(0), proof.with_numbers(1)
@@ -190,7 +231,7 @@ class FramesProof(PlainSide):
 
     def confirm_rules(self, batch: SplitBatch) -> None:
         """Compare the values of numbers of another mini-batch by the rules that are known."""
-        if self._settings.study.rules and self.is_equal():
+        if self._settings.study.rules and self.comparison.is_equal:
             with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
                 self.comparison.rows += self._compare_numbers(batch)
 
@@ -209,28 +250,49 @@ class FramesProof(PlainSide):
     # -------------------------------------------------------------------------------------------------------- pipeline
 
     def compare_pipeline(self, apart: PlainRun) -> None:
-        pipeline, settings = self._pipeline, self._settings
+        settings = self._settings
         paths = {path for output in apart.outputs for path, _ in each(output)}
         unknown = sorted({*settings.may_differ} - paths.union({"loss"}, *settings.study.kinds.values()))
         if unknown:
             raise ValueError(f"may_differ names {unknown}, but the outputs of the model are {sorted(paths)}")
         if settings.loss_fn is None:
             verify_known(apart.outputs[0])
-        outputs: dict[int, Any] = {}
+        if self._whole is not None and [*self._outside.take()]:
+            raise ValueError(
+                "the model trains a tensor that is no parameter of it, which one process has alone: over several "
+                "processes, make it an nn.Parameter of a module of the model"
+            )
+        with self._in_parts(), self._untouched():
+            gradients, buffers = self.run_pipeline(apart)
+        if gradients is not None and apart.gradients is not None:
+            faults = [(name, ours, self._describe_gradient(j, name)) for name, (j, ours) in gradients.items()]
+            self.compare_gradients(apart.gradients, faults)
+        said = f"is changed in another way than by the plain model; {_COUNTS_AGAIN}; or {_advise(self._module)}"
+        self.compare_named("buffer '{}'", apart.buffers, buffers, f"the buffer '{{}}' {said}", self.comparison.tight)
+
+    def run_pipeline(self, apart: PlainRun | None) -> tuple[_Gradients | None, dict[str, Tensor]]:
+        """Run the pipeline, and compare its outputs, in the first of several processes.
+
+        Args:
+            apart: what the plain model has computed; None in other processes
+
+        Returns:
+            the gradients, or None if outputs differ; and the buffers that have changed
+        """
+        pipeline, settings = self._pipeline, self._settings
         loss = self._loss = self._loss_of(self._batch)
-        together = pipeline.together
-        has_last = together is None or together.processes.is_mine(len(self._devices) - 1)
+        together, has_last = pipeline.together, self._has_last()
+        outputs: dict[int, dict[str, Tensor]] = {}
+        names, taken = self.names(), None
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
             assert export is not None
-            if not has_last:
-                return
-            for tensor, grad in self.roots(i, output):
-                export(tensor).add(grad)
-            outputs[i] = mapped(output, Tensor.detach)
+            if has_last:
+                for tensor, grad in self.roots(i, output):
+                    export(tensor).add(grad)
+                outputs[i] = _dense(output)
 
         with (
-            self._untouched(),
             pipeline.aliased(backward=True, watches=True) as aliases,
             nullcontext() if together is None else together.processes.at_step(),
         ):
@@ -243,14 +305,19 @@ class FramesProof(PlainSide):
                 put_back()
             if together is not None:
                 together.end(mini_batch, None)
-            where = f"when it leaves {settings.labels[-1]}; {_advise(self._module)}"
-            if has_last:
-                self._compare_outputs(apart.outputs, outputs, "", where, self.comparison.tight)
-            if loss is not None and apart.loss is not None and has_last:
-                fault = "the loss of the pipeline is not that of the plain model"
-                self.comparison.add("loss", apart.loss, self.sum_losses(), fault, tolerance=self.comparison.tight)
-            if self.is_equal() and apart.gradients is not None:
-                gradients = _ColumnGradients(aliases, self._names)
+            ours = self._of_all(outputs)
+            total = self._of_all({"": loss.sum()} if loss is not None and has_last else {})
+            if apart is not None:
+                where = f"when it leaves {settings.labels[-1]}; {_advise(self._module)}"
+                self._compare_outputs(apart.outputs, ours, "", where, self.comparison.tight)
+                if apart.loss is not None:
+                    fault = "the loss of the pipeline is not that of the plain model"
+                    self.comparison.add("loss", apart.loss, total[""], fault, tolerance=self.comparison.tight)
+            goes_on = apart is not None and self.comparison.is_equal and apart.gradients is not None
+            if together is not None:
+                goes_on = together.processes.gather(goes_on, "whether outputs are equal")[0]
+            if goes_on:
+                gradients = _ColumnGradients(aliases, names)
                 # Gradients of shared parameters are added up over processes first.
                 after = gradients.take_column if together is None else lambda j: None
                 with self._refusing():
@@ -259,39 +326,58 @@ class FramesProof(PlainSide):
                     add_shared(together.users, mini_batch.aliases, together.processes)
                     for j in range(len(self._devices)):
                         gradients.take_column(j)
-                taken = gradients.take()
-                taken |= {name: (0, ours) for name, ours in take_fingerprints(self._outside.take()).items()}
-                faults = [(name, ours, self._describe_gradient(j, name)) for name, (j, ours) in taken.items()]
-                self.compare_gradients(apart.gradients, faults)
+                taken = self._of_all(gradients.take())
+                taken |= {name: (0, one) for name, one in take_fingerprints(self._outside.take()).items()}
             # After backward, because a layer that runs again there may change its buffers again.
-            said = f"is changed in another way than by the plain model; {_COUNTS_AGAIN}; or {_advise(self._module)}"
-            fault = f"the buffer '{{}}' {said}"
-            self.compare_named("buffer '{}'", apart.buffers, buffers.changed(), fault, self.comparison.tight)
+            return taken, self._of_all(buffers.changed())
+
+    def _has_last(self) -> bool:
+        """Return whether this process has the last column."""
+        processes = self._settings.processes
+        return processes is None or processes.is_mine(len(self._devices) - 1)
+
+    def _in_parts(self, *, is_evaluation: bool = False) -> AbstractContextManager[None]:
+        """Let all processes run the pipeline in a ``with`` block."""
+        if self._whole is None:
+            return nullcontext()
+        return self._whole.in_parts(*self.state(is_evaluation=is_evaluation))
+
+    def _of_all(self, named: dict[K, V]) -> dict[K, V]:
+        """Return, in the first process, what all have, by names."""
+        return named if self._whole is None else self._whole.processes.collect(named, "what the pipeline has computed")
 
     def _kept_by_columns(self) -> dict[int, list[KeptAttributes]]:
         """Return what the modules of each column keep, if several columns of this process take given micro-batches."""
         settings, kept = self._settings, dict[int, list[KeptAttributes]]()
         for name, j in settings.doors.items() if self._batch.given else ():
             # One that is called again later has what it has left itself.
-            if (self._processes is None or self._processes.is_mine(j)) and name not in settings.again:
+            if (settings.processes is None or settings.processes.is_mine(j)) and name not in settings.again:
                 kept.setdefault(j, []).append(KeptAttributes(self._module.get_submodule(name)))
         return kept if len(kept) > 1 else {}
 
     def compare_evaluation(self, outputs: list[Any]) -> None:
-        ours: dict[int, Any] = {}
-        pipeline = self._pipeline
+        with self._in_parts(is_evaluation=True):
+            ours = self.run_evaluation()
+        where = f"in evaluation, with a thread for each device; {_advise(self._module)}"
+        self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)
+
+    def run_evaluation(self) -> dict[int, dict[str, Tensor]]:
+        """Run the pipeline forward, and return the outputs of the micro-batches, in the first process."""
+        pipeline, has_last, ours = self._pipeline, self._has_last(), dict[int, dict[str, Tensor]]()
+
+        def finish(i: int, output: Any, _: Any) -> None:
+            if has_last:
+                ours[i] = _dense(output)
+
         with (
             self._refusing(),
             pipeline.aliased(backward=False) as aliases,
             nullcontext() if pipeline.together is None else pipeline.together.processes.at_step(),
         ):
             pipeline.mini_batch_for_proof(
-                self._batch, lambda i, output, _: ours.update({i: output}), aliases, self.patience, backward=False
+                self._batch, finish, aliases, self.patience, backward=False
             ).run_forward_half()
-        if pipeline.together is not None and not pipeline.together.processes.is_mine(len(self._devices) - 1):
-            return
-        where = f"in evaluation, with a thread for each device; {_advise(self._module)}"
-        self._compare_outputs(outputs, ours, ", in evaluation", where, self.comparison.loose)
+            return self._of_all(ours)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -307,9 +393,11 @@ class FramesProof(PlainSide):
                 "return it instead, or give a balance that keeps both in one partition"
             ) from error
 
-    def _compare_outputs(self, plain: list[Any], ours: dict[int, Any], mode: str, where: str, tolerance: float) -> None:
+    def _compare_outputs(
+        self, plain: list[Any], ours: dict[int, dict[str, Tensor]], mode: str, where: str, tolerance: float
+    ) -> None:
         for i in range(len(plain)):
-            what, output, actual = f"of micro-batch {i}", dict(each(plain.pop(0))), dict(each(ours.pop(i)))
+            what, output, actual = f"of micro-batch {i}", dict(each(plain.pop(0))), ours.pop(i)
             fault = f"the output '{{}}' {what} is not that of the plain model, {where}"
             self.compare_named(f"'{{}}' {what}{mode}", output, actual, fault, tolerance)
 
@@ -366,14 +454,14 @@ class _ColumnGradients:
     def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
         self._aliases, self._names = aliases, names
         #: By the name of a parameter, its first column and its gradient.
-        self._taken: dict[str, tuple[int, Fingerprint | None]] = {}
+        self._taken: _Gradients = {}
 
     def take_column(self, j: int) -> None:
         """Take the gradients of the parameters whose first column is ``j``."""
         for parameter, grad in self._aliases.take_of(j):
             self._taken[self._names[parameter]] = j, None if grad is None else fingerprint(grad)
 
-    def take(self) -> dict[str, tuple[int, Fingerprint | None]]:
+    def take(self) -> _Gradients:
         """Return all gradients.
 
         The backward of an earlier column adds to those of a later one if a function runs layers again, as Reformer
@@ -392,6 +480,11 @@ def _is_ours(error: BaseException) -> bool:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return place is not None and place.tb_frame.f_globals.get("__name__", "").startswith("torchgpipe.")
+
+
+def _dense(output: Any) -> dict[str, Tensor]:
+    """Return the tensors in an output by path, as other processes can be told them."""
+    return {path: dense(tensor) for path, tensor in each(output)}
 
 
 def _show_number(tensor: Tensor) -> str:

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.generators import state_of
-from torchgpipe.frames.door import this_thread
 from torchgpipe.frames.inputs import Arguments, SplitBatch
-from torchgpipe.frames.joint_run import JointRun
 from torchgpipe.frames.loss import MicroBatchLoss
 from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.visitors import InOnePiece, unobserved
+from torchgpipe.frames.visitors import unobserved
+from torchgpipe.frames.whole import Whole
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.model.comparison import cotangent
 from torchgpipe.model.given import GIVE_THEM
@@ -31,16 +30,13 @@ __all__ = ["PlainSide"]
 class _AliasedGradients(Take):
     """The aliases of a run, by the names of their parameters."""
 
-    def __init__(self, aliases: Aliases, visitor: InOnePiece, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, aliases: Aliases, names: Mapping[Tensor, str]) -> None:
         self.aliases, self._names = aliases, names
-        self._joint = visitor if isinstance(visitor, JointRun) else None
 
     def own(self) -> list[Tensor]:
-        return self.aliases.all() if self._joint is None else self._joint.own()
+        return self.aliases.all()
 
     def take(self) -> Iterator[tuple[str, Tensor | None]]:
-        if self._joint is not None:
-            self._joint.add_shared()
         return zip([self._names[parameter] for parameter in self.aliases.trained], self.aliases.take())
 
 
@@ -50,27 +46,31 @@ class PlainSide(Proof, ABC):
     Args:
         pipeline: what runs the pipelined model
         batch: the mini-batch
-        target: the target of the loss function
-        with_loss: whether to compare the loss function of a step, and not what the model returns
+        target: the target of the loss function; None to compare what the model returns
+        whole: the plain model over several processes
+        number: the number of the proof, in all processes
 
     Attributes:
+        number: see above
         differing: the outputs that may differ, and do
     """
 
     #: A half, as of two micro-batches of equal weight: then even gradients that ignore it are those of a step.
     scale_apart = 0.5
 
-    def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any = None, *, with_loss: bool = False) -> None:
+    def __init__(
+        self, pipeline: Pipeline, batch: SplitBatch, target: Any, whole: Whole | None, number: int = 0
+    ) -> None:
+        self.number = number
+        self._whole, self._plain = whole, pipeline if whole is None else whole.pipeline
         self._pipeline, self._settings = pipeline, pipeline.settings
         self._model: Any = pipeline.module
         study, splits = self._settings.study, not batch.given
-        processes, sizes = self._settings.processes, batch.sizes
-        super().__init__(self._model, self._settings.devices, sizes, study.epsilon, splits=splits, processes=processes)
+        super().__init__(self._model, self._settings.devices, batch.sizes, study.epsilon, splits=splits)
         with torch.inference_mode(False):
             self._batch = batch.mapped(copy_without_graph)
-            self._target = mapped(target, copy_without_graph) if with_loss else None
-        self._with_loss = with_loss
-        self._names: dict[Tensor, str] = {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
+            self._target = mapped(target, copy_without_graph)
+        self._with_loss = target is not None and self._settings.loss_fn is not None
         self._random: RandomNumbers | None = None
         self._drawn_before: list[bytes] = []
         #: The micro-batch that runs in the plain model, and what lets generators follow it.
@@ -85,17 +85,16 @@ class PlainSide(Proof, ABC):
 
     @contextmanager
     def running_plain(self) -> Iterator[Take]:
-        with (
-            self.all_together("the end of a run of the plain model"),
-            self._pipeline.in_one_piece(backward=True, moved=self._draw_on) as (aliases, visitor),
-        ):
+        names = self.names()
+        with self._plain.in_one_piece(backward=True, moved=self._draw_on) as aliases:
             self._aliases, self._random = aliases, RandomNumbers(None)
-            stand_ins = _AliasedGradients(aliases, visitor, self._names)
-            if isinstance(visitor, JointRun):
-                visitor.note = lambda roots: self._outside.note(roots, stand_ins.own())
             self._loss = self._loss_of(self._batch)
             self._drawn_before = self._states_of_layers()
-            yield stand_ins
+            yield _AliasedGradients(aliases, names)
+
+    def names(self) -> dict[Tensor, str]:
+        """Return names for the parameters that are there now."""
+        return {parameter: f"'{name}'" for name, parameter in self._module.named_parameters()}
 
     @contextmanager
     def draw_as(self, i: int) -> Iterator[None]:
@@ -117,9 +116,7 @@ class PlainSide(Proof, ABC):
     def draws(self) -> bool:
         assert self._random is not None
         of_layers = self._states_of_layers() != self._drawn_before
-        if self._processes is not None:
-            self._processes.meet("what the plain model draws")
-        return self.agreed(any(self._random.drawn) or of_layers, any)
+        return any(self._random.drawn) or of_layers
 
     def _states_of_layers(self) -> list[bytes]:
         """Return the states of generators that layers have of their own."""
@@ -133,9 +130,6 @@ class PlainSide(Proof, ABC):
         to_device = self._pipeline.to(self._devices[0])
         args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._model._torchgpipe_forward(*args, **kwargs)
-        visitor = this_thread.visitor
-        assert isinstance(visitor, InOnePiece)
-        output = visitor.ended(output)
         self._aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
         return output
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchgpipe.devices.torch_internals import without_function_mode
 from torchgpipe.frames.columns import Columns
 from torchgpipe.frames.door import Door, Owner
 from torchgpipe.frames.frame import Frame
-from torchgpipe.frames.glue import DIFFERENTIATES, OF_A_PLACE, OF_THE_ORIGINAL, changes_in_place
+from torchgpipe.frames.glue import DIFFERENTIATES, OF_THE_ORIGINAL, changes_in_place
 from torchgpipe.frames.settings import name_of
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.stand_in import StandIn
@@ -109,10 +109,6 @@ class InOnePiece(TorchFunctionMode):
         """Return ``value`` on the device where the run is."""
         return mapped(value, self._copied)
 
-    def ended(self, output: Any) -> Any:
-        """Return what the model has returned, which is ``output``."""
-        return output
-
     def move_to(self, column: int) -> torch.device:
         """Let the run be where a column is from now on, and return the device."""
         self._moved(column)
@@ -125,22 +121,12 @@ class InOnePiece(TorchFunctionMode):
         with self._streams.current(self.move_to(door.column)).use():
             return door.call_exchanged(args, kwargs, self._copied)
 
-    def _with_values(self, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor of the model's where the run is; here each has its values."""
-        return tensor
-
-    @contextmanager
-    def _switched_off(self) -> Iterator[None]:
-        """Let operations be as without this mode: asked for its device, a tensor would tell where it is needed."""
-        outer, self._is_off = self._is_off, True
+    def _copied(self, tensor: Tensor) -> Tensor:
+        outer, self._is_off = self._is_off, True  # Asked for its device, a tensor would tell where it is needed.
         try:
-            yield
+            return self._change(tensor)
         finally:
             self._is_off = outer
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        with self._switched_off():
-            return self._change(self._with_values(tensor))
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,9 +139,4 @@ class InOnePiece(TorchFunctionMode):
         devices = [self._streams.device_of(tensor) for _, tensor in each(changed)]
         place = next((device for device in devices if device is not None and device in self._devices), None)
         to_place = self._change if place is None else copier(self._streams, place, self._devices)
-
-        def change(tensor: Tensor) -> Tensor:
-            # The first parameter is another one in each process, so who asks where it is must not ask others for it.
-            return to_place(tensor if func in OF_A_PLACE else self._with_values(tensor))
-
-        return func(*mapped(args, change), **mapped(kwargs, change))
+        return func(*mapped(args, to_place), **mapped(kwargs, to_place))

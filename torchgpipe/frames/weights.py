@@ -7,7 +7,7 @@ copy in each of these processes, and the sum of its gradients, in the order of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +18,67 @@ from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
-from torchgpipe.processes.tags import SUMS, tag_of
+from torchgpipe.processes.tags import PROOF, SUMS, tag_of
 
-__all__ = ["add_shared", "begin_alike", "clip_together", "keep_own", "own", "own_slots", "stand_ins_of", "users_of"]
+__all__ = [
+    "add_shared",
+    "begin_alike",
+    "clip_together",
+    "fetch",
+    "keep_own",
+    "own",
+    "own_slots",
+    "put",
+    "stand_ins_of",
+    "users_of",
+]
 
 T = TypeVar("T", bound=Tensor)
 
 
+def _placed(
+    module: nn.Module, settings: Settings, processes: Processes
+) -> Iterator[tuple[str, nn.Module, str, Tensor, list[int]]]:
+    """Yield all places of parameters and buffers, see `iterate_tensors`, and the ranks that have the tensor.
+
+    The first of them is that of the first column.
+    """
+    users = users_of(module, settings)
+    for full, child, name, tensor in [*iterate_tensors(module)]:
+        if name in child._parameters:
+            columns = sorted(users[tensor])
+        elif find_door(full, settings.doors) is not None:
+            columns = [settings.column_of(full)]
+        else:
+            columns = [*range(len(processes.owners))]
+        yield full, child, name, tensor, [*dict.fromkeys([processes.owners[c] for c in columns])]
+
+
+def put(child: nn.Module, name: str, tensor: Tensor) -> Any:
+    """Put a tensor in the place of a parameter or a buffer, and return that."""
+    place: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
+    before = place[name]
+    if isinstance(child, nn.RNNBase):
+        setattr(child, name, tensor)  # It keeps another list of its parameters.
+    else:
+        place[name] = tensor
+    return before
+
+
 def keep_own(module: nn.Module, settings: Settings, processes: Processes) -> None:
     """Put stand-ins in the place of the parameters and buffers that no column of this process uses."""
-    users = users_of(module, settings)
     remote: dict[Tensor, Tensor] = {}
-    for full, child, name, tensor in [*iterate_tensors(module)]:
-        column = settings.column_of(full)
-        if isinstance(tensor, StandIn):
+    for full, child, name, tensor, ranks in _placed(module, settings, processes):
+        if isinstance(tensor, StandIn) or processes.rank in ranks:
             continue
-        if name in child._parameters:
-            if any(map(processes.is_mine, users[tensor])):
-                continue
-            if tensor not in remote:
-                stand_in = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
-                remote[tensor] = nn.Parameter(stand_in, tensor.requires_grad)
-                vars(remote[tensor]).update(vars(tensor))
-            if isinstance(child, nn.RNNBase):
-                setattr(child, name, remote[tensor])  # It keeps another list of its parameters.
-            else:
-                child._parameters[name] = remote[tensor]  # type: ignore[assignment]
-        elif find_door(full, settings.doors) is not None and not processes.is_mine(column):
-            child._buffers[name] = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
+        column = settings.column_of(full)
+        stand_in = remote.get(tensor)
+        if stand_in is None:
+            stand_in = StandIn(form_of(tensor)._replace(device=settings.devices[column]), column)
+            if name in child._parameters:
+                stand_in = remote[tensor] = nn.Parameter(stand_in, tensor.requires_grad)
+                vars(stand_in).update(vars(tensor))
+        put(child, name, stand_in)
 
 
 @torch.no_grad()
@@ -55,16 +88,47 @@ def begin_alike(module: nn.Module, settings: Settings, processes: Processes) -> 
     Else models that were made under other seeds would have an embedding and a tied head of other values, for ever: the
     proof cannot tell that from two parameters, and gradients are summed over the copies alike.
     """
-    users, done = users_of(module, settings), set[Tensor]()
+    done = set[Tensor]()
+    for full, _, _, tensor, ranks in _placed(module, settings, processes):
+        if tensor not in done and not tensor.is_meta and len(ranks) > 1:
+            done.add(tensor)
+            processes.broadcast(tensor, ranks[0], f"the values of '{full}'")
+
+
+def fetch(module: nn.Module, settings: Settings, processes: Processes) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return what the first process does not have, in host memory, with the places; in the others, send it.
+
+    Raises:
+        ValueError: it is no plain tensor.
+    """
+    tag, found = tag_of(PROOF, 0, 0), dict[str, Any]()
+    with processes.exchanging("the weights of the plain model"):
+        for full, _, _, tensor, ranks in _placed(module, settings, processes):
+            if processes.rank == ranks[0] and 0 not in ranks:
+                processes.messages.tell([full, tensor], [0], tag)
+                processes.messages.flush()  # One at a time takes memory.
+        if processes.rank:
+            processes.messages.tell([], [0], tag)
+        for rank in processes.others if processes.rank == 0 else ():
+            while told := processes.messages.hear(rank, tag):
+                found[told[0]] = told[1]
+    made: dict[Tensor, Tensor] = {}
+    places = []
     for full, child, name, tensor in iterate_tensors(module):
-        is_buffer = name in child._buffers
-        columns = users.get(tensor, frozenset()) if not is_buffer else frozenset(range(len(processes.owners)))
-        if is_buffer and find_door(full, settings.doors) is not None:
-            continue  # One process has it.
-        if tensor in done or tensor.is_meta or len({processes.owners[c] for c in columns}) < 2:
-            continue
-        done.add(tensor)
-        tensor.copy_(processes.shared(tensor, processes.owners[min(columns)], f"the values of '{full}'"))
+        if full in found:
+            values = found[full]
+            if not isinstance(values, Tensor):
+                raise ValueError(
+                    f"'{full}' is a {values.kind}, which the first process cannot fetch to run the plain model; give "
+                    "verify=False, and verify the model in one process"
+                )
+            if tensor not in made and name in child._parameters:
+                values = nn.Parameter(values, tensor.requires_grad)
+                vars(values).update({key: value for key, value in vars(tensor).items() if key not in ("form", "home")})
+            elif tensor not in made:
+                values = values.to(settings.devices[settings.column_of(full)])
+            places.append((child, name, made.setdefault(tensor, values)))
+    return places
 
 
 def own(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -102,9 +166,7 @@ def own_slots(
     return own
 
 
-def add_shared(
-    users: Mapping[Tensor, frozenset[int]], aliases: Aliases, processes: Processes, *, meets: bool = False
-) -> None:
+def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, processes: Processes) -> None:
     """Add up the gradients of parameters that several processes have, in the order of the columns, in all of them.
 
     The process of the first column adds up, and gives the others the sum.
@@ -113,7 +175,6 @@ def add_shared(
         users: the columns of each parameter
         aliases: the aliases, which have the gradients
         processes: the processes
-        meets: whether all meet before, see `Processes.meet`
     """
     shared = [
         (parameter, sorted(columns))
@@ -123,8 +184,6 @@ def add_shared(
     if not shared:
         return
     own = [_taken(aliases, parameter, columns, processes) for parameter, columns in shared]
-    if meets:
-        processes.meet("the gradients of parameters that several processes have")
     told = processes.gather([[*grads] for grads in own], "which shared parameters have gradients")
     for k, (parameter, columns) in enumerate(shared):
         having = sorted([c for columns_of_one in told for c in columns_of_one[k]])

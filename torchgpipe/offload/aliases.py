@@ -91,7 +91,10 @@ class OffloadedAliases(Aliases):
         """Keep the parameter in host memory: `verify_untouched` refuses other memory of an alias."""
 
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
-        return sum_of(self._downloaded.pop(alias, None), super()._take_from(alias, parameter))
+        downloaded = self._downloaded.pop(alias, None)
+        if downloaded is not None:
+            downloaded = downloaded.to(parameter.device)  # In a proof over processes, some parameters are on devices.
+        return sum_of(downloaded, super()._take_from(alias, parameter))
 
     def at(self, tensor: Tensor, j: int) -> Tensor | None:
         """Return the alias in partition ``j`` of a parameter, or the same view of it, given a view of an alias."""

@@ -12,23 +12,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.devices.memory import ran_out_of_memory
 from torchgpipe.devices.torch_internals import default_store, named_group, timeout_of
 from torchgpipe.processes.messages import Messages
-from torchgpipe.processes.stand_in import StandIn, form_of
-from torchgpipe.processes.tags import NUMBERS, tag_of
+from torchgpipe.processes.stand_in import StandIn
+from torchgpipe.processes.tags import NUMBERS, PROOF, tag_of
 from torchgpipe.processes.wire import in_two, pack, size_of_rest, unpack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["OthersFail", "Processes"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: How long a process waits in the store before it looks whether others have failed.
 _LOOK = timedelta(seconds=2)
@@ -47,7 +49,7 @@ def _next_name(group: Any) -> str:
 
 
 class OthersFail(RuntimeError):
-    """Other processes have failed, or do something else, and this one has not told them anything of that."""
+    """Another process has failed, and all others know it."""
 
 
 class Processes:
@@ -89,8 +91,6 @@ class Processes:
         self._part, self._phase, self._timeout = part, "", timeout
         #: The error after which the connections were closed.
         self._closed = ""
-        #: What has kept others from coming to a meeting, until the block ends in which it was.
-        self._lost_others = ""
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self.messages = Messages(self._group)
         self.owners: Sequence[int] = []
@@ -166,12 +166,11 @@ class Processes:
     # -------------------------------------------------------------------------------------------- all processes at once
 
     def verify_alike(self, given: Mapping[str, Any], where: str = "the comparison of what all are given") -> None:
-        """Verify that all processes are given the same; ``where`` names the place, see `meet`.
+        """Verify that all processes are given the same; ``where`` names the place, see `gather`.
 
         Raises:
             ValueError: another process is given something else; the error names it.
         """
-        self.meet(where)
         for rank, other in enumerate(self.gather(dict(given), where)):
             for name in given:
                 if other[name] != given[name]:
@@ -180,106 +179,74 @@ class Processes:
                         f"{other[name]!r} and here {given[name]!r}: give the same in all processes"
                     )
 
-    def gather(self, value: Any, what: str) -> list[Any]:
+    def gather(self, value: Any, what: str, fault: BaseException | None = None) -> list[Any]:
         """Return what all processes give, by rank.
 
         Args:
             value: what this process gives; see `pack`
             what: names it, for errors
+            fault: what has kept this process from giving anything; see `all_together`
+
+        Raises:
+            OthersFail: another process has a fault, and this one has none.
         """
-        first, rest = in_two(value)
+        first, rest = in_two([None if fault is None else f"{type(fault).__name__}: {fault}"[:500], value])
         with self.exchanging(what):
             rows = self._gathered(first)
             longest = max(map(size_of_rest, rows))
             rests = self._gathered(torch.cat([rest, rest.new_empty(longest - len(rest))])) if longest else rows
-            return [unpack(torch.cat(parts)) for parts in zip(rows, rests)]
+            told = [unpack(torch.cat(parts)) for parts in zip(rows, rests)]
+        for rank, (word, _) in enumerate(told) if fault is None else ():
+            if word is not None:
+                raise OthersFail(f"{self.place}: rank {self._ranks([rank])} has failed before {what}: {word}")
+        return [given for _, given in told]
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(rows, tensor, group=self._group)
         return rows
 
-    def meet(self, where: str, fault: BaseException | None = None) -> None:
-        """Wait until all processes come to the same place, in what all of them do alike; see `all_together`.
-
-        Args:
-            where: names the place
-            fault: what has kept this process from going there; the others raise an error that says so
-
-        Raises:
-            OthersFail: others have failed on their way, or have come to another place.
-        """
-        if self._lost_others:  # The model has caught the error that says so.
-            raise OthersFail(self._lost_others)
-        own = where if fault is None else f"{type(fault).__name__}: {fault}"[:500]
-        told = self.gather((fault is None, own), where)
-        for rank, (is_fine, word) in enumerate(told) if fault is None else ():
-            if not is_fine:
-                self._lost_others = f"{self.place}: rank {self._ranks([rank])} has failed before {where}: {word}"
-                raise OthersFail(self._lost_others)
-            if word != own:
-                self._lost_others = (
-                    f"{self.place} has come to {where}, and rank {self._ranks([rank])} to {word}: what the model runs "
-                    "must be the same in all processes, so it may depend on no rank, time, or order of a set"
-                )
-                self.fail(RuntimeError(self._lost_others))  # They may be in different blocks.
-                raise OthersFail(self._lost_others)
-
     @contextmanager
     def all_together(self, what: str) -> Iterator[None]:
         """Surround what all processes do alike: if it fails in one of them, it fails in all.
 
-        Within, all meet before each exchange. Whoever fails meets the others at their next meeting, which ends the
-        block in all of them.
+        Whoever fails tells it the others when they gather something next, which ends the block in all of them.
 
         Args:
             what: names the end of it
 
         Raises:
-            RuntimeError: another process has failed.
+            OthersFail: another process has failed.
         """
         try:
             yield
+        except OthersFail:
+            raise
         except Exception as fault:
-            if not self._lost_others:
-                with suppress(RuntimeError):  # The connections may be what has failed.
-                    self.meet(what, fault)
-            if ran_out_of_memory(fault):
-                self.fail(fault)  # This process does not go on from that, and the others might.
-            self._tell_lost()
+            with suppress(RuntimeError):  # The connections may be what has failed.
+                self.gather(None, what, fault)
             raise
         except BaseException as error:
             self.fail(error)
             raise
-        with suppress(OthersFail):
-            self.meet(what)
-        self._tell_lost()
+        self.gather(None, what)
 
-    def _tell_lost(self) -> None:
-        lost, self._lost_others = self._lost_others, ""
-        if lost:
-            raise RuntimeError(lost)
+    def collect(self, named: dict[K, V], what: str) -> dict[K, V]:
+        """Return, in the first process, what all have, by names, see `pack`; in the others, what these have."""
+        if self.rank:
+            self.messages.tell(named, [0], tag_of(PROOF, 0, 0))
+        for rank in self.others if self.rank == 0 else ():
+            with self.exchanging(what, [rank]):
+                named = self.messages.hear(rank, tag_of(PROOF, 0, 0)) | named
+        return named
 
-    def tell_all(self, value: Any, source: int, what: str) -> Any:
-        """Return what ``source`` tells, see `pack`, when all have come there; see `meet`."""
-        first, rest = in_two(value if self.rank == source else None)  # Before all meet, as it may fail.
-        self.meet(what)
-        with self.exchanging(what, [source]):
-            dist.broadcast(first, group=self._group, group_src=source)
-            rest = rest if self.rank == source else first.new_empty(size_of_rest(first))
-            if len(rest):
-                dist.broadcast(rest, group=self._group, group_src=source)
-            return value if self.rank == source else unpack(torch.cat([first, rest]))
-
-    def shared(self, tensor: Tensor, source: int, what: str) -> Tensor:
-        """Return a tensor with the values that it has in ``source``; it may be a stand-in elsewhere. See `meet`."""
-        form = form_of(tensor)
-        is_here = self.rank == source
-        on_host = tensor.detach().cpu().contiguous() if is_here else torch.empty(form.shape, dtype=form.dtype)
-        self.meet(f"{what} of shape {form.shape} that rank {source} has")
+    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
+        """Give ``tensor`` the values that it has in ``source``."""
         with self.exchanging(what):
+            on_host = tensor.detach().cpu().contiguous()
             dist.broadcast(on_host, group=self._group, group_src=source)
-        return tensor.detach() if is_here else on_host.to(form.device)
+            if self.rank != source:
+                tensor.detach().copy_(on_host)
 
     def add_replicas(self, tensor: Tensor, what: str) -> None:
         """Add to ``tensor`` its values in all other replicas."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -40,7 +40,6 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, dense, fingerprint, length, weighted_sum
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
-from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
@@ -129,7 +128,6 @@ class Proof(ABC):
         sizes: the rows of each micro-batch
         epsilon: the rounding error of the coarsest numbers in the model, relative to 1
         splits: whether the micro-batches are parts of a mini-batch, which can run in one piece
-        processes: those that take part; None for one
 
     Attributes:
         comparison: the table
@@ -148,9 +146,8 @@ class Proof(ABC):
         epsilon: float,
         *,
         splits: bool = True,
-        processes: Processes | None = None,
     ) -> None:
-        self._has_rows, self._processes = splits and len(sizes) > 1, processes
+        self._has_rows = splits and len(sizes) > 1
         self._module, self._devices, self._sizes = module, devices, sizes
         self.comparison = Comparison(epsilon)
         self._outside = Outside()
@@ -226,18 +223,6 @@ class Proof(ABC):
     def draws(self) -> bool:
         """Return whether the plain model has drawn random numbers in the present run."""
 
-    def agreed(self, value: bool, combine: Callable[[Iterable[bool]], bool] = all) -> bool:
-        """Return what all processes that take part make of ``value``: whether it holds in all of them, or in any."""
-        return value if self._processes is None else combine(self._processes.gather(value, "the proof"))
-
-    def all_together(self, what: str) -> AbstractContextManager[object]:
-        """Surround what fails in all processes that take part if it fails in one of them; ``what`` names its end."""
-        return nullcontext() if self._processes is None else self._processes.all_together(what)
-
-    def is_equal(self) -> bool:
-        """Return whether nothing is wrong so far."""
-        return self.agreed(self.comparison.is_equal)
-
     def surround(self, count: int) -> AbstractContextManager[object]:
         """Surround the run of so many micro-batches."""
         return nullcontext()
@@ -264,14 +249,14 @@ class Proof(ABC):
             norms = [child for child in self._module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             self._draws |= bool(generators_in(self._module.modules()))
-            couples = self.agreed(self._draws or bool(apart.buffers or norms), any)
+            couples = self._draws or bool(apart.buffers or norms)
             evaluated: list[Any] | None = None
-            if len(self._sizes) > 1 and self.is_equal():
+            if len(self._sizes) > 1 and self.comparison.is_equal:
                 if self._has_rows and not (training and couples):
                     self._compare_rows(training)
-                if training and self.is_equal():
+                if training and self.comparison.is_equal:
                     evaluated = self._evaluated(apart, couples)
-            if self.is_equal():
+            if self.comparison.is_equal:
                 begin = len(self.comparison.rows)
                 if evaluated is not None:  # Before, as the outputs take memory.
                     with in_mode(self._module, False), self._untouched(), torch.no_grad():
@@ -323,8 +308,7 @@ class Proof(ABC):
             self.skip(f"evaluation, in which the plain model fails on the sample ({_quote(error)})")
             return None
         self._refuse_nan(run.outputs)
-        # All processes know of what couples, so they come to the comparison together.
-        if self._has_rows and (couples or not self.agreed(all(map(self._are_equal, run.outputs, apart.outputs)))):
+        if self._has_rows and (couples or not all(map(self._are_equal, run.outputs, apart.outputs))):
             self._compare_rows(False)
         return run.outputs
 
@@ -339,7 +323,7 @@ class Proof(ABC):
             PlainFails: there are such.
         """
         known = chain(self.inputs(), self._module.named_parameters(), self._module.named_buffers())
-        with self.all_together("the outputs of the plain model"), self.without_modes():
+        with self.without_modes():
             named = [dict(self.tensors(output)) for output in outputs]
             for path, tensor in named[0].items():
                 found = [_has_nan(output[path]) for output in named if path in output]
@@ -404,7 +388,7 @@ class Proof(ABC):
                 elif not self.fits(number, apart, [1.0] * len(apart)):
                     name = self.differing_most(number, apart, [1.0] * len(apart))
                     self.comparison.note("gradients, rows together and apart", _OF_ROWS.format(name))
-            if not self.is_equal():
+            if not self.comparison.is_equal:
                 self._explain_change(training)
 
     def _explain_change(self, training: bool) -> None:
@@ -414,7 +398,7 @@ class Proof(ABC):
             for _ in range(2):
                 with self.draw_as(0):
                     outputs.append(self.without_graph(self.run_plain(0)))
-        if not self.agreed(self._are_equal(*outputs)):
+        if not self._are_equal(*outputs):
             fault = _CHANGES.format("training" if training else "evaluation")
             self.comparison.rows = [row._replace(fault=fault) if row.fault else row for row in self.comparison.rows]
 
@@ -460,7 +444,7 @@ class Proof(ABC):
             with self.without_modes():
                 grads = [grad * scale for _, grad in roots]
             # Without autocast, as the pipeline does.
-            with Ambient().without_autocast(), self.all_together("the end of backward"):
+            with Ambient().without_autocast():
                 torch.autograd.backward(tensors, grads, retain_graph=keep_graph)
         except Exception as error:
             if ran_out_of_memory(error):
@@ -484,9 +468,6 @@ class Proof(ABC):
 
     def fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
-        return self.agreed(self._fits(together, apart, shares))
-
-    def _fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         loose = self.comparison.loose
         # A mean over no labels is nan.
         apart, shares = (
@@ -552,9 +533,7 @@ class Proof(ABC):
             if row.fault:
                 doubtful.append((len(rows), name, ours, fault))
             rows.append(row)
-        if not self.agreed(bool(doubtful), any):
-            return
-        noise = self._noise(expected)
+        noise = self._noise(expected) if doubtful else {}
         for k, name, ours, fault in doubtful:
             rows[k] = self.comparison.compare_gradients(
                 rows[k].name, expected.get(name), ours, fault, noise=noise.get(name, 0.0)
