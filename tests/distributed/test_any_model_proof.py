@@ -39,9 +39,9 @@ def made() -> Any:
 
 def said(is_wrong: bool) -> str:
     """Return the table of a model, or what the proof says if a process gets wrong gradients from the other one."""
-    receive = Messages.receive_gradients
+    receive = Messages.receive_tensors
     if is_wrong and dist.get_rank() == 0:  # Which receives nothing but gradients.
-        Messages.receive_gradients = lambda *args: [1.001 * grad for grad in receive(*args)]  # type: ignore
+        Messages.receive_tensors = lambda *args: [1.001 * grad for grad in receive(*args)]  # type: ignore
     try:
         model = made()
     except ValueError as error:

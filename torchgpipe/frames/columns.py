@@ -21,7 +21,6 @@ from torchgpipe.frames.twin import may_have_twin, twin_of
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import Listener
 from torchgpipe.processes.processes import Processes
-from torchgpipe.processes.stand_in import Form
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.transport.copier import copier
 from torchgpipe.transport.route import Route
@@ -32,14 +31,9 @@ __all__ = ["Columns", "Message"]
 class Message(NamedTuple):
     """A tensor that crosses between two processes; ``is_sent`` says whether this one is the sender."""
 
-    form: Form
+    size: int
     peer: int
     is_sent: bool
-    shift: int = 0
-
-    def is_like(self, other: Message) -> bool:
-        """Return whether another message has the same ends and form, which both ends know."""
-        return (*self.form[:3], *self[1:3]) == (*other.form[:3], *other[1:3])
 
 
 class Columns(list[Column]):

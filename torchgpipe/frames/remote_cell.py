@@ -20,6 +20,7 @@ from torchgpipe.offload.host_copies import Kept
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import Form
 from torchgpipe.processes.tags import GRADIENTS, tag_of
+from torchgpipe.processes.wire import size_of
 
 __all__ = ["RemoteCell"]
 
@@ -116,7 +117,7 @@ class RemoteCell(Cell):
             source, tag = self._processes.owners[c], self._tag(self.column.partition, c)
             what = f"the gradient of micro-batch {self.i} of partition {c}"
             with self._processes.exchanging(what, [source]):
-                grads = self._processes.messages.receive_gradients(forms, source, tag)
+                grads = self._processes.messages.receive_tensors(size_of(forms), source, tag, forms[0].device)
             for export, grad in zip(exports, grads):
                 export.add_from(c, grad)
         if self.following is not None:
@@ -127,9 +128,8 @@ class RemoteCell(Cell):
     def expect(self) -> None:
         """Expect the gradients of what was sent."""
         for c, pairs in self._sent.items():
-            forms = [form for _, form in pairs]
-            tag = self._tag(self.column.partition, c)
-            self._processes.messages.expect_gradients(forms, self._processes.owners[c], tag)
+            size, tag = size_of([form for _, form in pairs]), self._tag(self.column.partition, c)
+            self._processes.messages.expect(size, self._processes.owners[c], tag)
 
     def differentiate(self, grads: Sequence[Leaf], *, keep_graph: bool = False, **others: Any) -> list[Leaf]:
         """See `Cell.differentiate`; the gradients of what was received are sent, and not returned."""
@@ -140,7 +140,7 @@ class RemoteCell(Cell):
             for number in numbers if result else ():
                 result[number] = None
             tag = self._tag(a, self.column.partition)
-            self._processes.messages.send_gradients(mine, forms, self._processes.owners[a], tag)
+            self._processes.messages.send_tensors(mine, size_of(forms), self._processes.owners[a], tag, "gradients")
         self._processes.messages.ask()
         if not keep_graph:
             self._sent, self._received = {}, {}

@@ -21,15 +21,14 @@ from torchgpipe.frames.hooked import HookedCalls, show_calls
 from torchgpipe.frames.kept import KeptAttributes, Place, put_values, values_of
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.values import container, is_cache, mapped, refill, walk
-from torchgpipe.processes.elements import shift_of
 from torchgpipe.processes.processes import Processes
-from torchgpipe.processes.stand_in import Form, StandIn
+from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.processes.wire import register
 
-__all__ = ["RemoteDoors", "can_change"]
+__all__ = ["RemoteDoors"]
 
 
-#: The most calls, and places of crossings, that are remembered, and the most calls that are in the store.
+#: The most calls that are remembered, and the most that are in the store.
 _MOST, _MOST_STORED = 10_000, 2_000
 
 
@@ -85,9 +84,6 @@ class RemoteDoors:
         self._modes = 0
         #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
         self._hooks: dict[Door, list[dict[int, Any]]] = {}
-        #: The strides in which tensors cross, by their places: fake tensors do not know those of every convolution; and
-        #: the shift, see `shift_of`. All processes know the same places, and so forget them in the same mini-batch.
-        self._strides: dict[Any, tuple[tuple[int, ...], int] | None] = {}
         #: What modules of other processes do.
         self._known: dict[Any, _Effect] = {}
         #: Of modules of this process, what others may have been told, and what tells that from all else: the forms that
@@ -102,36 +98,10 @@ class RemoteDoors:
         All processes have ended the mini-batch before, so nobody waits for what is forgotten here.
         """
         self._modes, self._hooks = modes, {}
-        if len(self._strides) > _MOST:
-            self._strides.clear()
         if len(self._published) > _MOST_STORED:
             for key in self._published:
                 self._processes.withdraw(_word_of(key))
             self._published.clear()
-
-    def place(self, *place: Any) -> Any:
-        """Return what stands for the place of a crossing in mini-batches of this kind."""
-        self._strides.setdefault((self._modes, *place))
-        return self._modes, *place
-
-    def lay_out(self, tensor: Tensor, place: Any, target: int, tag: int) -> Tensor:
-        """Return a tensor with the strides of its place, which are sent the first time, with its shift."""
-        known = self._strides[place]
-        if known is None:
-            known = self._strides[place] = tensor.stride(), shift_of(tensor)
-            self._processes.messages.tell(known, [target], tag)
-        stride, _ = known
-        if stride == tensor.stride():
-            return tensor
-        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-    def find_strides(self, form: Form, place: Any, source: int, tag: int) -> tuple[Form, int]:
-        """Return a form with the strides of its place, and the shift; both are received the first time."""
-        known = self._strides[place]
-        if known is None:
-            known = self._strides[place] = self._processes.messages.hear(source, tag)
-        stride, shift = known
-        return form._replace(stride=stride), shift
 
     def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what tells a call from others as far as forms go, and the tensors among the arguments."""
@@ -156,7 +126,7 @@ class RemoteDoors:
         """Note a call of a module of this process."""
         key, given = self._note(door, args, kwargs)
         hooked = HookedCalls(door.module, is_needed=self._has_hooks(door))
-        held = _held((args, kwargs)) if can_change((args, kwargs)) else None
+        held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
         if key in self._published:
             return _Noted(key, given, held, hooked, [], None)
         return _Noted(key, given, held, hooked, versions(given), KeptAttributes(door.module))
@@ -280,7 +250,7 @@ def _held(value: Any) -> list[int]:
     return [id(item) for path, item in walk(value, objects=True) if path and not is_cache(item)]
 
 
-def can_change(value: Any) -> bool:
+def _can_change(value: Any) -> bool:
     """Return whether the arguments of a call hold lists, dicts or objects that the call might change."""
     args, kwargs = value
     held = walk((*args, *kwargs.values()), objects=True)

@@ -40,7 +40,8 @@ from torchgpipe.frames.threads import place_of
 from torchgpipe.model.values import Exchanged, each, mapped, put_in_place
 from torchgpipe.processes.pauses import in_background
 from torchgpipe.processes.stand_in import NoValues, StandIn, computed_as_a_whole, form_of
-from torchgpipe.processes.tags import STRIDES, TENSORS, VALUES, tag_of
+from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
+from torchgpipe.processes.wire import size_of
 
 __all__ = ["RemoteFrame"]
 
@@ -173,16 +174,15 @@ class RemoteImports(Imports):
         processes, column, form = self._processes, self.column, form_of(tensor)
         number, source, target = len(self.log), processes.owners[home], processes.owners[column]
         self.log.append((home, column, form.shape, form.dtype, records))
-        place = self.doors.place(number, home, column, form.shape, form.dtype)
         if target == processes.rank:
-            value = self._receive(tensor, place, source, number)
+            value = self._receive(tensor, source, number)
             if not records:
                 self.own(value, column)
                 return value
             cell = self._cell(column)
             return cell.import_(value, cell.note_received(home, form))
         if source == processes.rank:
-            self._send(tensor, place, target, number)
+            self._send(tensor, target, number)
             if records:
                 cell = self._cell(home)
                 cell.note_sent(column, cell.export(tensor), form)
@@ -193,25 +193,27 @@ class RemoteImports(Imports):
         assert isinstance(cell, RemoteCell)
         return cell
 
-    def _send(self, tensor: Tensor, place: Any, target: int, number: int) -> None:
+    def _send(self, tensor: Tensor, target: int, number: int) -> None:
         """Send a tensor, unless it was sent there before, for another column."""
         sent = self._sent.setdefault(tensor, set())
         if target not in sent:
             sent.add(target)
-            tensor = self.doors.lay_out(tensor.detach(), place, target, tag_of(STRIDES, 0, number))
-            self._note_message(number, Message(form_of(tensor), target, True))
-            self._processes.messages.send(tensor, target, tag_of(TENSORS, self.i, number))
+            message = Message(size_of([form_of(tensor)]), target, True)
+            self._note_message(number, message)
+            tag = tag_of(TENSORS, self.i, number)
+            self._processes.messages.send_tensors([tensor], message.size, target, tag, "tensors")
 
-    def _receive(self, tensor: Tensor, place: Any, source: int, number: int) -> Tensor:
+    def _receive(self, tensor: Tensor, source: int, number: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
         value = self._received.get(tensor)
         if value is None:
-            form = form_of(tensor)._replace(device=self._columns.devices[self.column])
+            form, device = form_of(tensor), self._columns.devices[self.column]
+            message, tag = Message(size_of([form]), source, False), tag_of(TENSORS, self.i, number)
             what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
             with self._processes.exchanging(what, [source]):
-                form, shift = self.doors.find_strides(form, place, source, tag_of(STRIDES, 0, number))
-                self._note_message(number, Message(form, source, False, shift))
-                value = self._processes.messages.receive(form, source, tag_of(TENSORS, self.i, number), shift)
+                self._note_message(number, message)
+                (value,) = self._processes.messages.receive_tensors(message.size, source, tag, device)
+            assert value is not None
             self._received[tensor] = value
         if is_checkpointed() and isinstance(tensor, StandIn):  # Which holds the stand-in until backward.
             tensor.kept = value
@@ -221,12 +223,12 @@ class RemoteImports(Imports):
         """Settle what was expected under a number, and let the next micro-batch expect the same message."""
         messages, expected = self._processes.messages, self._columns.expected
         before, following = expected.get(self.i, {}).pop(number, None), expected.get(self.i + 1)
-        if before is not None and not before.is_like(message):
+        if before not in (None, message):
             self._settle(number, before)
         if following is not None:
             following[number] = message
             if not message.is_sent:
-                messages.expect(message.form, message.peer, tag_of(TENSORS, self.i + 1, number), message.shift)
+                messages.expect(message.size, message.peer, tag_of(TENSORS, self.i + 1, number))
 
     def settle(self) -> None:
         """Settle what was expected of this micro-batch in vain; both ends know, as they find the same crossings."""
@@ -236,10 +238,9 @@ class RemoteImports(Imports):
     def _settle(self, number: int, message: Message) -> None:
         messages, tag = self._processes.messages, tag_of(TENSORS, self.i, number)
         if message.is_sent:  # The receiver throws it away.
-            shape, stride, dtype, _ = message.form
-            messages.send(torch.empty_strided(shape, stride, dtype=dtype), message.peer, tag)
+            messages.send_tensors([], message.size, message.peer, tag, "tensors")
         else:
-            messages.abandon(message.form, message.peer, tag)
+            messages.abandon(message.size, message.peer, tag)
 
 
 class RemoteFrame(Frame):

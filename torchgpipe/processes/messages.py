@@ -1,7 +1,7 @@
 """Messages from process to process, each found by its tag.
 
-Both ends of a message know its tag and its form beforehand, so nothing but the tensor is sent. Sending waits for
-nobody: the sender keeps a tensor until it has left. Receiving waits for the message.
+Both ends of a message know its tag and its size beforehand. Sending waits for nobody: the sender keeps a message until
+it has left. Receiving waits for the message.
 
 Gloo sends a tensor when the receiver has asked for it. If the question comes while the sender is busy with a message of
 the same connection, a thread of gloo's waits for the sender in a loop, which takes the core from a sender that shares
@@ -31,15 +31,15 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.processes.elements import elements_of, restored, sent_shape
 from torchgpipe.processes.pauses import Pauses
 from torchgpipe.processes.stand_in import Form
-from torchgpipe.processes.wire import in_two, pack, size_of, size_of_rest, unpack
+from torchgpipe.processes.wire import in_two, pack, size_of_rest, unpack
 
 __all__ = ["Messages"]
 
 
 class _Asked(NamedTuple):
-    """The elements of a tensor that is to be received, and what waits for them."""
+    """The bytes of a message that is to be received, and what waits for them."""
 
-    flat: Tensor
+    data: Tensor
     work: Any
 
 
@@ -59,7 +59,7 @@ class Messages:
         self._sending: deque[tuple[Any, Tensor, Tensor, int]] = deque()
         self._lock = threading.Lock()
         #: By the rank that it comes from and its tag, what is expected, and what was asked for.
-        self._expected: dict[tuple[int, int], tuple[Form, int]] = {}
+        self._expected: dict[tuple[int, int], int] = {}
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._abandoned: list[_Asked] = []
         self.counts: Counter[str] = Counter()
@@ -81,64 +81,61 @@ class Messages:
             work = dist.isend(flat, group=self._group, group_dst=to, tag=tag)
             self._sending.append((work, given, flat, versions([given])[0]))
 
-    def expect(self, form: Form, source: int, tag: int, shift: int = 0) -> None:
-        """Let `ask` make room for the next tensor with a tag, which `receive` returns."""
-        if all(form.shape):
-            with self._lock:
-                self._expected[source, tag] = form, shift
+    def receive(self, form: Form, source: int, tag: int) -> Tensor:
+        """Return a tensor of this form with the values that come from ``source``."""
+        if not all(form.shape):
+            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+        flat = torch.empty(math.prod(sent_shape(form)), dtype=form.dtype)
+        self.pauses.wait(partial(dist.recv, flat, group=self._group, group_src=source, tag=tag))
+        return restored(flat.to(form.device), form)
+
+    def send_tensors(self, tensors: Sequence[Leaf], size: int, to: int, tag: int, what: str) -> None:
+        """Send tensors, and which of them exist, with their strides: sums in another order round.
+
+        Args:
+            tensors: the tensors, or None
+            size: what `size_of` says of their forms, as far as both ends know them
+            to: the rank that receives them
+            tag: the tag
+            what: names them in ``counts``
+        """
+        sizes = [tensor.nbytes for tensor in tensors if tensor is not None]
+        self.counts[f"{what} sent"] += len(sizes)
+        self.counts[f"{what} bytes"] += sum(sizes)
+        packed = pack([*tensors], size)
+        self._begin_to_send(packed, packed, to, tag)
+
+    def expect(self, size: int, source: int, tag: int) -> None:
+        """Let `ask` make room for the next tensors with a tag, which `receive_tensors` returns."""
+        with self._lock:
+            self._expected[source, tag] = size
 
     def ask(self) -> None:
         """Ask for what is expected."""
         with self._lock:
-            for (source, tag), (form, shift) in self._expected.items():
-                self._asked[source, tag] = self._ask(form, source, tag, shift)
+            for key, size in self._expected.items():
+                self._asked[key] = self._ask(size, *key)
             self._expected.clear()
 
-    def abandon(self, form: Form, source: int, tag: int) -> None:
+    def abandon(self, size: int, source: int, tag: int) -> None:
         """Throw away what was expected, when it comes: the sender has sent it for that."""
-        if all(form.shape):
-            self._abandoned.append(self._asked_for(form, source, tag, 0))
+        self._abandoned.append(self._asked_for(size, source, tag))
 
-    def receive(self, form: Form, source: int, tag: int, shift: int = 0) -> Tensor:
-        """Return a tensor of this form with the values that come from ``source``; see `shift_of`."""
-        if not all(form.shape):
-            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-        flat, work = self._asked_for(form, source, tag, shift)
+    def receive_tensors(self, size: int, source: int, tag: int, device: torch.device) -> list[Leaf]:
+        """Return on a device what `send_tensors` has sent."""
+        data, work = self._asked_for(size, source, tag)
         self.pauses.wait(work.wait)
-        return restored(flat.to(form.device), form)
+        tensors: list[Leaf] = unpack(data, device)
+        return tensors
 
-    def _asked_for(self, form: Form, source: int, tag: int, shift: int) -> _Asked:
+    def _asked_for(self, size: int, source: int, tag: int) -> _Asked:
         with self._lock:
             self._expected.pop((source, tag), None)
-            return self._asked.pop((source, tag), None) or self._ask(form, source, tag, shift)
+            return self._asked.pop((source, tag), None) or self._ask(size, source, tag)
 
-    def _ask(self, form: Form, source: int, tag: int, shift: int) -> _Asked:
-        flat = torch.empty(math.prod(sent_shape(form)) + shift, dtype=form.dtype)[shift:]
-        return _Asked(flat, dist.irecv(flat, group=self._group, group_src=source, tag=tag))
-
-    def send_gradients(self, grads: Sequence[Leaf], forms: Sequence[Form], to: int, tag: int) -> None:
-        """Send gradients, and which of them exist, with their strides: sums in another order round.
-
-        Args:
-            grads: the gradients, or None
-            forms: the forms of what they are gradients of
-            to: the rank that receives them
-            tag: the tag
-        """
-        sizes = [grad.nbytes for grad in grads if grad is not None]
-        self.counts["gradients sent"] += len(sizes)
-        self.counts["gradients bytes"] += sum(sizes)
-        packed = pack([*grads], size_of(forms))
-        self._begin_to_send(packed, packed, to, tag)
-
-    def expect_gradients(self, forms: Sequence[Form], source: int, tag: int) -> None:
-        """See `expect`, of what `send_gradients` will send."""
-        self.expect(_packed(forms), source, tag)
-
-    def receive_gradients(self, forms: Sequence[Form], source: int, tag: int) -> list[Leaf]:
-        """Return what `send_gradients` has sent."""
-        grads: list[Leaf] = unpack(self.receive(_packed(forms), source, tag), forms[0].device)
-        return grads
+    def _ask(self, size: int, source: int, tag: int) -> _Asked:
+        data = torch.empty(size, dtype=torch.uint8)
+        return _Asked(data, dist.irecv(data, group=self._group, group_src=source, tag=tag))
 
     def tell(self, value: Any, to: Sequence[int], tag: int) -> None:
         """Send plain data and tensors to several processes; see `pack`."""
@@ -175,8 +172,3 @@ class Messages:
                 f"a tensor of shape {tuple(tensor.shape)} was changed in place while it was sent to another process; "
                 "change a copy, tensor.clone()"
             )
-
-
-def _packed(forms: Sequence[Form]) -> Form:
-    """Return the form of a message with gradients."""
-    return Form((size_of(forms),), (1,), torch.uint8, torch.device("cpu"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["GRADIENTS", "NUMBERS", "PROOF", "STRIDES", "SUMS", "TENSORS", "VALUES", "tag_of"]
+__all__ = ["GRADIENTS", "NUMBERS", "PROOF", "SUMS", "TENSORS", "VALUES", "tag_of"]
 
-#: What is sent: a tensor that crosses; gradients on their way back; a value that glue reads; random numbers; and the
-#: gradients of parameters that several processes have, and their sums; the strides of a tensor; and what the first
-#: process gets for a proof.
-TENSORS, GRADIENTS, VALUES, NUMBERS, SUMS, STRIDES, PROOF = range(7)
+#: What is sent: a tensor that crosses; gradients on their way back; a value that glue reads; random numbers; the
+#: gradients of parameters that several processes have, and their sums; and what the first process gets for a proof.
+TENSORS, GRADIENTS, VALUES, NUMBERS, SUMS, PROOF = range(6)
 
 #: The most micro-batches, and the most messages of a kind for each of them; tags have 31 bits.
 _MOST = 1 << 14
