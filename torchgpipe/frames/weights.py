@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.typing import Leaf
 from torchgpipe.frames.settings import Settings, find_door, iterate_tensors
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.sums import sum_of
@@ -176,33 +175,37 @@ def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, process
         aliases: the aliases, which have the gradients
         processes: the processes
     """
+    messages = processes.messages
     shared = [
         (parameter, sorted(columns))
         for parameter, columns in users.items()
         if parameter.requires_grad and len({processes.owners[c] for c in columns}) > 1
     ]
-    if not shared:
-        return
-    own = [_taken(aliases, parameter, columns, processes) for parameter, columns in shared]
-    told = processes.gather([[*grads] for grads in own], "which shared parameters have gradients")
     for k, (parameter, columns) in enumerate(shared):
-        having = sorted([c for columns_of_one in told for c in columns_of_one[k]])
-        if not having:
+        first, *others = dict.fromkeys([processes.owners[c] for c in columns])
+        tag, mine = tag_of(SUMS, 0, k), [*filter(processes.is_mine, columns)]
+        if not mine:
             continue
-        ranks = [*dict.fromkeys([processes.owners[c] for c in columns])]
+        grads, total = _taken(aliases, parameter, mine), None
         with processes.exchanging("the gradient of a parameter that several processes have"):
-            total = _total(parameter, own[k], having, ranks, k, processes)
-        mine = [c for c in columns if processes.is_mine(c)]
-        if mine:
-            alias = aliases.at(parameter, mine[0])
-            assert alias is not None
-            alias.grad = total
+            if processes.rank == first:
+                for rank in others:
+                    grads |= messages.hear(rank, tag)
+                for c in sorted(grads):
+                    total = sum_of(total, grads[c].to(parameter.device))
+                messages.tell(total, others, tag)
+            else:
+                messages.tell(grads, [first], tag)
+                total = messages.hear(first, tag)
+        alias = aliases.at(parameter, mine[0])
+        assert alias is not None
+        alias.grad = None if total is None else total.to(alias.device)
 
 
-def _taken(aliases: Aliases, parameter: Tensor, columns: Sequence[int], processes: Processes) -> dict[int, Tensor]:
+def _taken(aliases: Aliases, parameter: Tensor, mine: Sequence[int]) -> dict[int, Tensor]:
     """Take the gradients of a parameter that have arrived in columns of this process."""
     grads: dict[int, Tensor] = {}
-    for c in filter(processes.is_mine, columns):
+    for c in mine:
         alias = aliases.at(parameter, c)
         if alias is not None and alias.grad is not None:
             if alias.grad.layout is not torch.strided:
@@ -212,46 +215,6 @@ def _taken(aliases: Aliases, parameter: Tensor, columns: Sequence[int], processe
                 )
             grads[c], alias.grad = alias.grad, None
     return grads
-
-
-def _total(
-    parameter: Tensor,
-    own: Mapping[int, Tensor],
-    having: Sequence[int],
-    ranks: Sequence[int],
-    k: int,
-    processes: Processes,
-) -> Leaf:
-    """Return the sum of the gradients of a parameter, in the processes that have it.
-
-    Args:
-        parameter: the parameter
-        own: the gradients in this process, by column
-        having: the columns that have a gradient, in any process
-        ranks: the processes that have the parameter, the one that adds up first
-        k: the number of the parameter
-        processes: the processes
-    """
-    messages, form = processes.messages, form_of(parameter)
-    form = form._replace(stride=torch.empty(form.shape, device="meta").stride())
-    first, *others = ranks
-    if processes.rank == first:
-        total: Leaf = None
-        for c in having:
-            total = sum_of(
-                total, own[c] if c in own else messages.receive(form, processes.owners[c], tag_of(SUMS, k, c))
-            )
-        assert total is not None
-        for rank in others:
-            messages.send(total.contiguous(), rank, tag_of(SUMS, k, _SUM), "sums")
-        return total
-    for c, grad in own.items():
-        messages.send(grad.contiguous(), first, tag_of(SUMS, k, c), "sums")
-    return messages.receive(form, first, tag_of(SUMS, k, _SUM)) if processes.rank in others else None
-
-
-#: The number of the message with a sum.
-_SUM = 1 << 13
 
 
 def clip_together(

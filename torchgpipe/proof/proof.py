@@ -40,7 +40,6 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, cotangent, difference_of
 from torchgpipe.model.fingerprint import Fingerprint, dense, fingerprint, length, weighted_sum
 from torchgpipe.model.untouched import Buffers, in_mode, untouched
-from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.proof.outside import Outside
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import generators_in
@@ -592,7 +591,7 @@ def without_zeros(module: nn.Module) -> Iterator[None]:
 
 def _has_nan(tensor: Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and not (tensor.is_meta or isinstance(tensor, StandIn)) and bool(dense(tensor).isnan().any())
+    return is_number and not tensor.is_meta and bool(dense(tensor).isnan().any())
 
 
 def take_fingerprints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
