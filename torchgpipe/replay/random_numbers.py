@@ -144,7 +144,7 @@ class RandomNumbers:
 
     def backward(self, device: torch.device) -> AbstractContextManager[None]:
         """Note what hooks draw at backward in a ``with`` block, until it is known what the model draws from."""
-        return _nothing if self.is_known else self._watched(self.following(device))
+        return _nothing if self._draws is not None else self._watched(self.following(device))
 
     @contextmanager
     def _watched(self, generators: list[Generator]) -> Iterator[None]:
