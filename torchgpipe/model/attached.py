@@ -25,17 +25,21 @@ __all__ = ["attributes_with", "has_memory_of", "move_attached", "with_attached"]
 
 def move_attached(parameter: nn.Parameter, device: torch.device) -> None:
     """Move the tensors among the attributes of a parameter, and in the objects and containers there, to ``device``."""
-    for holder, key in [place for _, found in _found(parameter) for place in found]:
-        if not same_memory(holder[key].device, device):
-            holder[key] = links.to(holder[key], device)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if same_memory(tensor.device, device) else links.to(tensor, device)
+
+    for name, found in _parts(parameter):
+        if found:
+            vars(parameter)[name] = _exchanged(vars(parameter)[name], moved, {})
 
 
 def with_attached(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield parameters, each frozen one with the tensors among its attributes that have memory of their own."""
     for parameter in parameters:
         yield parameter
-        places = [] if parameter.requires_grad else [place for _, found in _found(parameter) for place in found]
-        yield from {holder[key]: None for holder, key in places if not has_memory_of(holder[key], parameter)}
+        attached = [] if parameter.requires_grad else [tensor for _, found in _parts(parameter) for tensor in found]
+        yield from {tensor: None for tensor in attached if not has_memory_of(tensor, parameter)}
 
 
 def attributes_with(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -45,11 +49,10 @@ def attributes_with(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> di
         parameter: the parameter
         change: maps tensors
     """
-    attributes = dict(vars(parameter))
-    copies: dict[int, Any] = {}
-    for name, found in _found(parameter):
-        for holder, key in [*_places(attributes, name, copies, copies=True)] if found else ():
-            holder[key] = change(holder[key])
+    attributes, known = dict(vars(parameter)), dict[int, Any]()
+    for name, found in _parts(parameter):
+        if found:
+            attributes[name] = _exchanged(attributes[name], change, known, copies=True)
     return attributes
 
 
@@ -61,76 +64,50 @@ def has_memory_of(tensor: Tensor, parameter: Tensor) -> bool:
     return ours == theirs
 
 
-def _found(parameter: Tensor) -> Iterator[tuple[str, list[tuple[Any, Any]]]]:
-    """Yield the name of each attribute that is a part of a parameter, and where tensors are in it."""
-    attributes = vars(parameter)
+def _parts(parameter: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the name of each attribute that is a part of a parameter, and the tensors in it."""
+    attributes, found = vars(parameter), list[Any]()
+
+    def note(item: Any) -> Any:
+        found.append(item)
+        return item
+
     # The attributes of a tensor that wraps others are its values.
     for name in [] if is_wrapper(parameter) else [*attributes]:
-        found = [*_places(attributes, name, {id(attributes): attributes})]
-        if not any([isinstance(holder[key], (nn.Parameter, nn.Module)) for holder, key in found]):
-            yield name, found
+        found.clear()
+        _exchanged(attributes[name], note, {id(attributes): attributes})
+        if not any([isinstance(item, (nn.Parameter, nn.Module)) for item in found]):
+            yield name, [*found]
 
 
-class _Attributes:
-    """The attributes of an object, as items."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._owner, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self._owner, name, value)
-
-
-class _Items:
-    """The items of a tuple, which is replaced where it is held."""
-
-    def __init__(self, holder: Any, key: Any) -> None:
-        self._holder, self._key = holder, key
-
-    def __getitem__(self, k: int) -> Any:
-        return self._holder[self._key][k]
-
-    def __setitem__(self, k: int, value: Any) -> None:
-        items = self._holder[self._key]
-        self._holder[self._key] = (*items[:k], value, *items[k + 1 :])
-
-
-def _places(holder: Any, key: Any, known: dict[int, Any], *, copies: bool = False) -> Iterator[tuple[Any, Any]]:
-    """Yield where tensors and modules are, in or below an item: what holds them, and by which key.
+def _exchanged(value: Any, change: Callable[[Any], Any], known: dict[int, Any], *, copies: bool = False) -> Any:
+    """Return a value with other tensors in it.
 
     Args:
-        holder: what holds the item
-        key: the item's name, index or key there
+        value: the value
+        change: maps tensors and modules
         known: by the id of an object or container that was visited: what stands for it
-        copies: whether copies of objects and containers shall be held in their places
+        copies: whether copies of objects and containers hold the other tensors, and not these themselves
     """
-    value: Any = holder[key]
     kind: Any = type(value)
     if isinstance(value, (Tensor, nn.Module)):
-        yield holder, key
-    elif id(value) in known:
-        if copies:
-            holder[key] = known[id(value)]
-    else:
-        inside: tuple[Any, Any] = (), ()
-        if kind is not tuple and (isinstance(value, (list, dict)) or is_plain_object(value)):
-            original, value = value, copy.copy(value) if copies else value
-            known[id(original)] = value
-            if copies:
-                holder[key] = value
-        if kind is tuple:
-            inside = _Items(holder, key), range(len(value))
-        elif isinstance(value, list):
-            inside = value, range(len(value))
-        elif isinstance(value, dict):
-            inside = value, [*value]
-        elif is_plain_object(value):
-            inside = _Attributes(value), _names_of(value)
-        for k in inside[1]:
-            yield from _places(inside[0], k, known, copies=copies)
+        return change(value)
+    if kind is tuple:
+        items = tuple([_exchanged(item, change, known, copies=copies) for item in value])
+        return value if all([a is b for a, b in zip(items, value)]) else items
+    if id(value) in known or not (isinstance(value, (list, dict)) or is_plain_object(value)):
+        return known.get(id(value), value)
+    holder = known[id(value)] = copy.copy(value) if copies else value
+    is_container = isinstance(value, (list, dict))
+    read: Any = kind.__getitem__ if is_container else getattr
+    put: Any = kind.__setitem__ if is_container else object.__setattr__
+    keys: Any = range(len(value)) if isinstance(value, list) else [*value] if is_container else _names_of(value)
+    for key in keys:
+        item = read(holder, key)
+        new = _exchanged(item, change, known, copies=copies)
+        if new is not item:
+            put(holder, key, new)
+    return holder
 
 
 def _names_of(value: Any) -> list[str]:
