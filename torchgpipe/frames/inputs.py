@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.model.given import GIVE_THEM, MicroBatches
-from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, split_rows
+from torchgpipe.model.microbatch import chunk_sizes, has_an_item_for_each, rows_of, split_rows
 from torchgpipe.model.sequence import CarriedCache
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
@@ -157,13 +157,6 @@ class Splitter:
         self._whole = {*no_chunk}
         to_split = [name for name in named if splits and name not in self._whole]
         parts = [part for name in to_split for part in _parts(named[name], name)]
-        nested = [path for path, value in parts if isinstance(value, Tensor) and value.is_nested]
-        if nested:
-            raise ValueError(
-                f"{nested} are nested tensors, which cannot be split along dimension 0: pad them to a dense tensor, "
-                "give a list with an item for each row, name in no_chunk what every micro-batch gets whole, or "
-                + GIVE_THEM
-            )
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
         in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)
         tensors = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
@@ -174,10 +167,12 @@ class Splitter:
             self.readings = [*[Reading(path, len(value), True) for path, value in lists[:1]], *inside[:1]]
         elif alone[0].rows == 1:
             self.readings += [reading for reading in alone if reading.rows > 1][:1]
-        empty = [path for path, value in parts if isinstance(value, Tensor) and value.shape[:1] == (0,)]
+        tensors_of = [(path, value) for path, value in parts if isinstance(value, Tensor)]
+        empty = [path for path, value in tensors_of if value.is_nested or value.shape[:1] == (0,)]
         if empty and not self.readings:
             raise ValueError(
-                f"the sample has no rows in {empty}, so nothing can be learnt from it; give it two or more"
+                f"the sample has no rows in {empty} that could be split: give it two or more, pad nested tensors to a "
+                f"dense one, name in no_chunk what every micro-batch gets whole, or {GIVE_THEM}"
             )
         self.given: set[str] = set()
         self.see(sample)
@@ -229,7 +224,7 @@ class Splitter:
         window = window_of(arguments)
         if window is not None or not self.splits:
             given = [arguments] if window is None else [arguments_of(batch) for batch in window]
-            sizes = [*map(_rows, given)]
+            sizes = [rows_of(tuple(part), 1, objects=True) for part in given]
             return SplitBatch(self, arguments, sum(sizes) or 1, sizes, given, window)
         rows = self.rows_of(arguments)
         return SplitBatch(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
@@ -426,16 +421,6 @@ def window_of(arguments: Arguments) -> MicroBatches | None:
             "target=MicroBatches([...])"
         )
     return windows[0]
-
-
-def _rows(arguments: Arguments) -> int:
-    """Return the size of dimension 0 of the first tensor that has dimensions; 1 if none has."""
-    for value in (*arguments.args, *arguments.kwargs.values()):
-        # Most are tensors, and a walk through a container takes as long as an operation.
-        for tensor in [value] if isinstance(value, Tensor) else [tensor for _, tensor in each(value, objects=True)]:
-            if tensor.dim():
-                return tensor.size(0)
-    return 1
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -20,6 +20,7 @@ from torchgpipe.devices.torch_internals import forward_mode_is_active, pytree, t
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.model.given import MicroBatches, verify_independent
 from torchgpipe.model.settings import verify_names
+from torchgpipe.model.values import each
 from torchgpipe.skip.namespace import SkipKey
 
 __all__ = [
@@ -210,7 +211,7 @@ def scatter(
     """
     value = inputs[0] if len(inputs) == 1 and not keywords else Inputs(inputs, keywords or {})
     if isinstance(value, Tensor) and value.dim() > 0 and _is_dense(value):
-        return [Batch((chunk,)) for chunk in _move(value, device).chunk(chunks)]
+        return [Batch((chunk,)) for chunk in _whole(value, device).chunk(chunks)]
 
     leaves, spec = pytree.tree_flatten(value)
     if any([isinstance(leaf, MicroBatches) for leaf in leaves]):
@@ -220,7 +221,8 @@ def scatter(
     _check_batch_sizes(value, leaves)
 
     m = next(len(leaf.chunk(chunks)) for leaf in leaves if isinstance(leaf, Tensor))
-    columns = [_column(leaf, m, chunks, device) for leaf in leaves]
+    moved = [_whole(leaf, device) for leaf in leaves]
+    columns = [to.chunk(chunks) if isinstance(leaf, Tensor) else [to] * m for leaf, to in zip(leaves, moved)]
     return [Batch(row, spec) for row in zip(*columns)]
 
 
@@ -246,14 +248,8 @@ def _given(value: Any, leaves: list[Any], spec: pytree.TreeSpec, device: torch.d
 
     def batch(i: int) -> Batch:
         row = [leaf[i] if isinstance(leaf, MicroBatches) else leaf for leaf in leaves]
-        one = row[0] if value is leaves[0] else pytree.tree_unflatten(row, spec)
-        if isinstance(one, Tensor):
-            return Batch((_move(one, device),))
-        parts, inner = pytree.tree_flatten(one)
-        parts = [part.tensor if isinstance(part, NoChunk) else part for part in parts]
-        if not all([part is None or isinstance(part, Tensor) for part in parts]):
-            raise _unsupported(one, f"micro-batch {i}", (Tensor, NoChunk, type(None)))
-        return Batch(tuple([part if part is None else _move(part, device) for part in parts]), inner)
+        one = pytree.tree_map(lambda leaf: _whole(leaf, device), pytree.tree_unflatten(row, spec))
+        return Batch.of(one, f"micro-batch {i}")
 
     return [batch(i) for i in range(counts[0])]
 
@@ -265,10 +261,15 @@ def window_of(value: Any) -> MicroBatches | None:
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, MicroBatches)), None)
 
 
-def rows_of(value: Any, otherwise: int = 0) -> int:
-    """Return the size of dimension 0 of the first tensor in ``value`` that `scatter` splits, if there is one."""
-    leaves = pytree.tree_leaves(value)
-    return next((leaf.size(0) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), otherwise)
+def rows_of(value: Any, otherwise: int = 0, *, objects: bool = False) -> int:
+    """Return the size of dimension 0 of the first tensor in ``value`` that has dimensions, if there is one.
+
+    Args:
+        value: a value
+        otherwise: what to return if there is none
+        objects: whether to look into plain objects as well
+    """
+    return next((tensor.size(0) for _, tensor in each(value, objects=objects) if tensor.dim()), otherwise)
 
 
 def sizes_of(value: Any, chunks: int) -> list[int]:
@@ -330,15 +331,10 @@ def tell_of_few(rows: int, chunks: int, stacklevel: int) -> None:
         )
 
 
-def _column(leaf: Tensor | NoChunk | None, m: int, chunks: int, device: torch.device | None) -> Sequence[Leaf]:
-    """Return the values of one leaf in ``m`` micro-batches."""
-    if isinstance(leaf, Tensor):
-        return _move(leaf, device).chunk(chunks)
-    return [None if leaf is None else _move(leaf.tensor, device)] * m
-
-
-def _move(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return tensor if device is None else bring(tensor, device)
+def _whole(leaf: Any, device: torch.device | None) -> Any:
+    """Return a tensor, or the one in `NoChunk`, on the device; anything else as it is."""
+    tensor = leaf.tensor if isinstance(leaf, NoChunk) else leaf
+    return bring(tensor, device) if isinstance(tensor, Tensor) and device is not None else tensor
 
 
 def _is_dense(tensor: Tensor) -> bool:
