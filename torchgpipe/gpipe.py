@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torchgpipe.cell.layers_column import Mechanisms
 from torchgpipe.devices.links import verify_links
 from torchgpipe.devices.memory import bytes_of
-from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.drive.autograd import ForwardPass
 from torchgpipe.drive.step import run_step
@@ -21,7 +20,7 @@ from torchgpipe.gradients.failed_step import all_or_nothing
 from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
-from torchgpipe.model.given import MicroBatches, order_of
+from torchgpipe.model.given import order_of
 from torchgpipe.model.loss import Losses, LossFunction, Weight, verify_loss
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import (
@@ -46,6 +45,7 @@ from torchgpipe.model.settings import (
     verify_checkpoint_or_layers,
     verify_chunks,
 )
+from torchgpipe.model.values import copy_without_graph, mapped
 from torchgpipe.model.verify import (
     verify_balance,
     verify_compiled,
@@ -425,9 +425,7 @@ class GPipe(nn.Module):
         views = self._views(len(inputs))
         finish = losses.finish if scaler is None else lambda i, output: scaler.scale(losses.finish(i, output))
         with mini_batch(len(inputs)):
-            values = self._run_program(views, inputs, program, self._schedule, finish, losses.values)
-        loss = losses.sum()
-        return (loss, *values) if values else loss
+            return self._run_program(views, inputs, program, self._schedule, finish, losses.result)
 
     def _losses(self, input: Any, target: Any, chunks: int, proof: LossProof | None = None) -> Losses:
         sizes, whole = sizes_of(input, chunks), "target" in self._whole.names
@@ -468,13 +466,8 @@ class GPipe(nn.Module):
 
         splits = window_of((inputs, keywords)) is None
 
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, MicroBatches):
-                return MicroBatches([fresh(batch) for batch in leaf], weights=leaf.weights)
-            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
         def fresh(value: Any) -> Any:  # Layers may work in place.
-            return pytree.tree_map(copied, value)
+            return mapped(value, copy_without_graph, objects=True)
 
         return SequentialProof(
             self,

@@ -131,8 +131,8 @@ def test_what_is_no_window_is_refused(make: Any, error: Any, message: str) -> No
 @pytest.mark.parametrize(
     ("input", "target", "options", "error", "message"),
     [
-        (MicroBatches([x]), y, {}, TypeError, "target is not"),
-        (x, MicroBatches([y]), {}, TypeError, "the input is not"),
+        (MicroBatches([x]), y, {}, TypeError, "one alone is MicroBatches"),
+        (x, MicroBatches([y]), {}, TypeError, "one alone is MicroBatches"),
         (MicroBatches([x, x]), MicroBatches([y]), {}, ValueError, "2 MicroBatches in the input, but 1"),
         (MicroBatches([x], weights=[1]), MicroBatches([y]), {"reduce": "sum"}, ValueError, "without use"),
         ((MicroBatches([x]), x), MicroBatches([y]), {}, TypeError, r"\[1\].* are not"),

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
-from torchgpipe.frames.numbers import compute_weights, find_rule, share, verify_seen
+from torchgpipe.frames.numbers import compute_weights, find_rule, verify_seen
 from torchgpipe.frames.outputs import join, own_loss
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.loss import NO_LOSS_FUNCTION, Losses
 from torchgpipe.model.loss_proof import LossProof
+from torchgpipe.model.rule import share_of
 from torchgpipe.processes.processes import Processes
 
 __all__ = ["MicroBatchLoss"]
@@ -61,7 +62,7 @@ class MicroBatchLoss(Losses):
         self._kinds = settings.study.kinds[training]
         #: The model's own loss, where a step may meet it: its path, and what micro-batches weigh; None to add them up.
         self._path = ""
-        self._own: list[float] | None = self._weights
+        self._own = self._weights
         if settings.loss_fn is None or (not given and settings.weight is None):
             self._path = settings.study.path_of_loss
             self._own = compute_weights(settings, batch, find_rule(settings, batch, self._path))
@@ -92,26 +93,15 @@ class MicroBatchLoss(Losses):
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
         if self._path and loss is own_loss(output):
-            self._pair = ()  # The sample has shown what it is.
             verify_seen(self._settings, self._batch, self._path)
-            return 1.0 if self._own is None else share(self._own[i], self._own_total)
+            self._pair = ()  # The sample has shown what it is.
+            return share_of(i, self._own, self._own_total)
         return super()._factor(i, output, loss)
 
-    def result(self) -> Any:
-        """Return the loss, and what else the loss function has returned, joined.
+    def _joined(self, outputs: list[Any], numbers: list[int]) -> Any:
+        def scalar(path: str, values: Sequence[Tensor]) -> Tensor:
+            weights = self._own if path == self._path else self._weights
+            shares = [share_of(i, weights, sum([weights[k] for k in numbers]) if weights else 0.0) for i in numbers]
+            return torch.stack([value * share for value, share in zip(values, shares)]).sum()
 
-        Raises:
-            TypeError, ValueError: as `values`.
-        """
-
-        def together(outputs: list[Any], numbers: list[int]) -> Any:
-            def scalar(path: str, values: Sequence[Tensor]) -> Tensor:
-                weights = self._own if path == self._path else self._weights
-                own = [1.0 if weights is None else weights[i] for i in numbers]
-                total = torch.stack([value * factor for value, factor in zip(values, own)]).sum()
-                return total if weights is None else total / sum(own)
-
-            return join(outputs, [self._sizes[i] for i in numbers], self._kinds, scalar)
-
-        values = self.values(together)
-        return (self.sum(), *values) if values else self.sum()
+        return join(outputs, [self._sizes[i] for i in numbers], self._kinds, scalar)

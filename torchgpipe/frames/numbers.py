@@ -4,12 +4,11 @@
     shifted    the same without the first label of each row, which a model leaves out that predicts the next ones
     rows       their mean, weighted with the rows
     sum        their sum: each micro-batch has its share already
-    given      their mean, with the caller's own weights; those of `MicroBatches` go before every rule
 
 Which of these rules it is, no name tells for sure. So the plain model runs on rows together and on rows apart, with
 labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
-`proof`. A model may divide by ``num_items_in_batch`` if it is given: with twice as many, the number is half of that.
-Then micro-batches add up.
+`proof`. The caller's own weights, and those of `MicroBatches`, go before every rule. A model may divide by
+``num_items_in_batch`` if it is given: with twice as many, the number is half of that. Then micro-batches add up.
 
 Labels are counted before anything is launched, where the caller has them: labels on the host cost no wait. For labels
 on a device the host waits once.
@@ -24,51 +23,41 @@ import torch
 from torch import Tensor
 
 from torchgpipe.frames.inputs import SplitBatch
-from torchgpipe.frames.outputs import JoinScalar, Rule, are_equal
+from torchgpipe.frames.outputs import JoinScalar, are_equal
 from torchgpipe.frames.settings import Settings
 from torchgpipe.model.given import to_floats
-from torchgpipe.model.loss import count_labels
+from torchgpipe.model.rule import Rule, share_of
 
-__all__ = [
-    "compute_shares",
-    "compute_weights",
-    "find_rule",
-    "has_item_count",
-    "joiner",
-    "list_rules",
-    "share",
-    "verify_seen",
-]
+__all__ = ["compute_shares", "compute_weights", "find_rule", "joiner", "list_rules", "verify_seen"]
+
+_SUM = Rule(adds_up=True)
 
 
-def has_item_count(batch: SplitBatch) -> bool:
-    """Return whether a mini-batch says how many labels the loss is divided by.
+def list_rules(settings: Settings, batch: SplitBatch, path: str) -> list[Rule]:
+    """Return the rules that an output may follow, the likely ones first: one, if the caller or the sample tells it.
 
     Raises:
-        ValueError: some micro-batches say it, and others do not.
+        ValueError: ``num_items_in_batch`` is given for some micro-batches, and not for others.
     """
-    says = {named.get("num_items_in_batch") is not None for named in batch.named}
-    if len(says) > 1:
+    study, (_, ignored) = settings.study, settings.study.labels
+    if settings.reduce == "sum":
+        return [_SUM]
+    if _are_weighed(settings):
+        return [Rule()]
+    says = [named.get("num_items_in_batch") is not None for named in batch.named]
+    if any(says) and not all(says):
         raise ValueError(
             "num_items_in_batch is in some of the MicroBatches only, so some losses would be shares of the mini-batch, "
             "and others means; give it in all of them or in none"
         )
-    return says == {True}
-
-
-def list_rules(settings: Settings, batch: SplitBatch, path: str) -> list[Rule]:
-    """Return the rules that an output may follow, the likely ones first: one, if the caller or the sample tells it."""
-    study, asked = settings.study, _asked(settings)
-    if asked is not None:
-        return [asked]
     # If the sample had no such number, the losses that transformers names divide by what they are given.
-    divides = has_item_count(batch) and study.divides.get(path, study.predicts_next)
-    if divides or batch.carried is not None:
-        return ["sum"]
+    if batch.carried is not None or (any(says) and study.divides.get(path, study.predicts_next)):
+        return [_SUM]
     if path in study.rules:
         return [study.rules[path]]
-    means: list[Rule] = ["shifted", "labels", "rows"] if study.predicts_next else ["labels", "shifted", "rows"]
-    return means if settings.reduce == "mean" else [*means, "sum"]
+    shifts = study.predicts_next
+    means = [Rule(ignored=ignored, shifts=shifts), Rule(ignored=ignored, shifts=not shifts), Rule()]
+    return means if settings.reduce == "mean" else [*means, _SUM]
 
 
 def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
@@ -76,11 +65,9 @@ def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
     return list_rules(settings, batch, path)[0]
 
 
-def _asked(settings: Settings) -> Rule | None:
-    """Return the rule that the caller asks for, if any."""
-    if settings.reduce == "sum":
-        return "sum"
-    return "given" if settings.weight is not None and settings.loss_fn is None else None
+def _are_weighed(settings: Settings) -> bool:
+    """Return whether the caller weighs the numbers that the model returns."""
+    return settings.weight is not None and settings.loss_fn is None
 
 
 def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
@@ -89,7 +76,8 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
     Raises:
         ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
     """
-    if batch.new_numbers and len(batch.sizes) > 1 and _asked(settings) is None and batch.weights is None:
+    is_told = settings.reduce == "sum" or _are_weighed(settings) or batch.weights is not None
+    if batch.new_numbers and len(batch.sizes) > 1 and not is_told:
         more = "" if batch.window is None else ", or give MicroBatches weights"
         raise ValueError(
             f"how the output '{path}' of micro-batches is joined may depend on {batch.new_numbers}, which the sample "
@@ -100,41 +88,27 @@ def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
 def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
     """Return the factor of each micro-batch in a number of the mini-batch."""
     weights = compute_weights(settings, batch, rule)
-    return [1.0] * len(batch.sizes) if weights is None else [share(weight, sum(weights)) for weight in weights]
-
-
-def share(weight: float, total: float) -> float:
-    """Return the share of a weight in the total; 0 for nothing of nothing."""
-    return weight / (total or 1.0)
+    return [share_of(i, weights, sum(weights or ())) for i in range(len(batch.sizes))]
 
 
 def compute_weights(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float] | None:
     """Return the weight of each micro-batch in the mean of a number; None if such numbers are added up."""
     if batch.weights is not None:
         return batch.weights
-    if rule == "sum":
+    if rule.adds_up:
         return None
-    if rule == "given":
-        assert settings.weight is not None
+    if settings.weight is not None and settings.loss_fn is None:
         return to_floats([settings.weight(part) for part in batch.named])
-    if rule == "rows":
-        return to_floats(batch.sizes)
-    name, ignored = settings.study.labels
-    return to_floats(
-        [
-            count_labels(batch.splitter.tensors(part).get(name), ignored, size, shifts=rule == "shifted")
-            for part, size in zip(batch.parts, batch.sizes)
-        ]
-    )
+    name, _ = settings.study.labels
+    return rule.weights([batch.splitter.tensors(part).get(name) for part in batch.parts], batch.sizes)
 
 
 def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
     """Return what joins tensors without dimensions; called before anything is launched."""
-    # The caller's own weights may want labels that are not there, and are asked for a number only.
-    usual = {find_rule(settings, batch, path) for path in ("", *settings.study.rules)} - {"given"}
     shares = cache(partial(compute_shares, settings, batch))
-    for rule in usual:
-        shares(rule)
+    # The caller's own weights may want labels that are not there, and are asked for a number only.
+    for path in () if _are_weighed(settings) else ("", *settings.study.rules):
+        shares(find_rule(settings, batch, path))
 
     def joined(path: str, values: Sequence[Tensor]) -> Tensor:
         if not values[0].is_floating_point() and not values[0].is_complex():

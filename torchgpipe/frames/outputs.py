@@ -20,7 +20,6 @@ __all__ = [
     "CacheOfMicroBatches",
     "JoinScalar",
     "Kinds",
-    "Rule",
     "are_equal",
     "find_kinds",
     "find_path_of_loss",
@@ -32,9 +31,6 @@ __all__ = [
 #: For each output, the dimension of the rows; None if it has nothing to do with them, 'coupled' if it couples them, and
 #: 'counts' if it is a number of Python that depends on how many there are.
 Kinds: TypeAlias = dict[str, int | Literal["coupled", "counts"] | None]
-
-#: How a number of the mini-batch is made of those of micro-batches; see `numbers`.
-Rule: TypeAlias = Literal["labels", "shifted", "rows", "sum", "given"]
 
 #: Joins tensors without dimensions, such as losses, given the path of the output.
 JoinScalar: TypeAlias = Callable[[str, Sequence[Tensor]], Tensor]
@@ -173,8 +169,6 @@ class _Joiner:
         sizes = self._sizes
         if any([len(value) != size for value, size in zip(values, sizes)]):
             return False
-        if len(set(sizes)) > 1:
-            return True
         if all([self._is_split(item, size) for value, size in zip(values, sizes) for item in value]):
             return False  # Each item has the rows.
         raise ValueError(

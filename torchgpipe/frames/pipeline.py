@@ -174,15 +174,8 @@ class Pipeline:
         self._verify(batch)
         self._begin(batch, 5)  # the caller of step
         backward = torch.is_grad_enabled()
-        loss = MicroBatchLoss(
-            settings,
-            batch,
-            target,
-            self.to(settings.devices[-1]),
-            training=self.module.training,
-            proof=self._loss_proof,
-        )
-
+        to_device, training = self.to(settings.devices[-1]), self.module.training
+        loss = MicroBatchLoss(settings, batch, target, to_device, training=training, proof=self._loss_proof)
         is_last = settings.processes is None or settings.processes.is_mine(len(settings.devices) - 1)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:

@@ -178,11 +178,7 @@ class PlainSide(Proof, ABC):
         return unobserved()
 
     def sum_losses(self) -> Tensor | None:
-        if self._loss is None:
-            return None
-        result = self._loss.result()
-        total: Tensor = result[0] if isinstance(result, tuple) else result
-        return total
+        return None if self._loss is None else self._loss.sum()
 
     def numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
         if not self._with_loss:

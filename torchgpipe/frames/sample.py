@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from torchgpipe.frames.door import has_compiled_code
 from torchgpipe.frames.inputs import Arguments, Splitter
-from torchgpipe.frames.outputs import Kinds, Rule, find_kinds, find_path_of_loss
+from torchgpipe.frames.outputs import Kinds, find_kinds, find_path_of_loss
 from torchgpipe.frames.spine import ChangesParameter, Trace, trace
+from torchgpipe.model.rule import Rule
 from torchgpipe.model.untouched import attributes, in_mode, untouched
 from torchgpipe.model.values import each
 

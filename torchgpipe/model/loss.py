@@ -1,8 +1,8 @@
 """The loss of a step, from those of its micro-batches: their weighted mean, or their sum.
 
 The mean of a mini-batch is the mean of the micro-batches' means, weighted with what these count: labels, or rows. What
-PyTorch's own losses count is known (`known_loss`); any other function has to prove itself (`loss_proof`), unless
-``weight=`` or ``reduce=`` say what it is.
+PyTorch's own losses count is known; see `rule`. Nothing in any other function says whether it is a mean or a sum, so a
+step takes it for a mean, and proves it; see `loss_proof`. ``reduce=`` or ``weight=`` says it without a proof.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from torchgpipe.devices.device import bring
 from torchgpipe.model.given import MicroBatches, to_floats
-from torchgpipe.model.known_loss import known_loss
 from torchgpipe.model.loss_proof import LossProof
 from torchgpipe.model.microbatch import Batch, NoChunk, gather, has_an_item_for_each, split_rows
+from torchgpipe.model.rule import Rule, rule_of, share_of
 from torchgpipe.model.settings import verify_functions
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
 
@@ -28,7 +28,6 @@ __all__ = [
     "LossFunction",
     "Losses",
     "Weight",
-    "count_labels",
     "verify_loss",
 ]
 
@@ -55,7 +54,7 @@ def verify_loss(loss_fn: Any, weight: Any, reduce: Any) -> None:
         raise ValueError(
             "reduce='sum' adds up the losses of micro-batches, so weight= has no use; leave one of them out"
         )
-    known_loss(loss_fn)
+    rule_of(loss_fn)
 
 
 class Losses:
@@ -100,12 +99,11 @@ class Losses:
         self._loss_fn, self._target, self._sizes, self._window = loss_fn, target, sizes, window
         self._device, self._to_device = device, to_device or functools.partial(bring, device=device)
         self._whole = whole or (len(sizes) == 1 and window is None) or isinstance(target, NoChunk)
-        self._proof = proof
         #: By micro-batch: the shares in the loss, and other values.
         self._shares: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
         #: The micro-batches that the proof looks at, and their outputs.
-        self._pair: tuple[int, ...] = ()
+        self._proof, self._pair = proof, tuple[int, ...]()
         self._outputs: dict[int, Any] = {}
         given = _given_weights(window, target, self._whole)
         if given is not None and (weight is not None or reduce == "sum"):
@@ -114,24 +112,22 @@ class Losses:
         is_said = weight is not None or reduce is not None or given is not None
         each_one = [[i] for i in range(len(sizes))]
         self._targets = self._parts(each_one, self._to_device)
-        known = known_loss(loss_fn)
-        self._adds_up = reduce == "sum" or (known.adds_up and not is_said)
+        known = rule_of(loss_fn)
+        rule = known or Rule(ignored=getattr(loss_fn, "ignore_index", -100))
         # As the caller has them: the host does not wait for a device to count what is on the host.
-        targets = self._parts(each_one, lambda tensor: tensor) if known.ignored is not None or weight else self._targets
+        targets = self._parts(each_one, lambda tensor: tensor) if rule.ignored is not None or weight else self._targets
+        self._weights: list[float] | None = None  # for a sum
         if given is not None:
             self._weights = given
         elif weight is not None and loss_fn is not None:
             self._weights = to_floats([self._call_user(weight, part) for part in weighed or targets])
-        else:
-            ignored = None if self._whole else known.ignored
-            self._weights = to_floats(
-                [count_labels(it, ignored, size, known.class_weights) for it, size in zip(targets, sizes)]
-            )
+        elif reduce == "mean" or (reduce is None and not rule.adds_up):
+            self._weights = (Rule() if self._whole else rule).weights(targets, sizes)
         # Micro-batches of a window that weigh the same are averaged, as in any loop that accumulates.
-        is_mean = known.is_known or is_said or (window is not None and len({*self._weights}) == 1)
-        if proof is not None and not is_mean:
-            self._pair = proof.pair(self._weights, sizes)
-        self.total = sum(self._weights)
+        is_average = window is not None and len({*(self._weights or ())}) == 1
+        if proof is not None and loss_fn is not None and known is None and not is_said and not is_average:
+            self._pair = proof.pair(self._weights or (), sizes)
+        self.total = sum(self._weights or ())
 
     def _call_user(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the loss function or the weight; an error that the lack of a target causes says so."""
@@ -202,15 +198,10 @@ class Losses:
         return result[0]
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
-        if self._adds_up:
-            return 1.0
-        return self._weights[i] / self.total if self._weights[i] else 0.0
+        return share_of(i, self._weights, self.total)
 
-    def _prove(self, join: Callable[[list[Any], list[int]], Any]) -> None:
+    def _prove(self) -> None:
         """Prove the loss function, if this step has to, after the last micro-batch and before gradients are delivered.
-
-        Args:
-            join: joins the outputs of micro-batches, given these and their numbers
 
         Raises:
             ValueError: its loss of two micro-batches together is not the mean of their losses.
@@ -222,38 +213,38 @@ class Losses:
         def call(loss_fn: Callable[..., Any], part: list[int]) -> Any:
             own = [mapped(outputs[i], Tensor.clone, caches=True) for i in part]
             (target,) = self._parts([part], self._to_device)
-            result = self._call_user(loss_fn, join(own, part) if len(own) > 1 else own[0], target)
+            result = self._call_user(loss_fn, self._joined(own, part) if len(own) > 1 else own[0], target)
             return result[0] if isinstance(result, tuple) else result
 
-        assert self._loss_fn is not None
+        assert self._loss_fn is not None and self._weights is not None
         weights, tensors = {i: self._weights[i] for i in outputs}, [tensor for _, tensor in each([*outputs.values()])]
         self._proof.compare(self._loss_fn, call, weights, self._sizes, tensors)
+
+    def _joined(self, outputs: list[Any], numbers: list[int]) -> Any:
+        """Return the output of some micro-batches together, given those of each and their numbers."""
+        return gather([Batch.of(output, "the last layer") for output in outputs], "loss_fn")
 
     def sum(self) -> Tensor:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
         return functools.reduce(torch.add, [share for _, share in sorted(self._shares.items())])
 
-    def values(self, join: Callable[[list[Any], list[int]], Any] | None = None) -> tuple[Any, ...]:
-        """Return what the loss function has returned beside the loss, gathered along dimension 0; () if nothing.
+    def result(self) -> Any:
+        """Return the loss, and what else the loss function has returned, gathered along dimension 0.
 
-        If the caller gives the micro-batches, that is a list with the values of each.
-
-        Args:
-            join: joins the outputs of micro-batches for the proof, given these and their numbers (default: gathers)
+        If the caller gives the micro-batches, the latter is a list with the values of each.
 
         Raises:
             TypeError, ValueError: values cannot be gathered, or the proof of the loss function fails.
         """
-        self._prove(join or (lambda outputs, _: _gathered(outputs, "the last layer")))
+        self._prove()
+        if not self._values:
+            return self.sum()
         values = [self._values.get(i) for i in range(len(self._sizes))]
-        if not self._values or self._window is not None:
-            return (values,) if self._values else ()
+        if self._window is not None:
+            return self.sum(), values
         # A number of each becomes a tensor with one for each.
-        return (_gathered([mapped(one, torch.atleast_1d) for one in values], "what loss_fn returns beside the loss"),)
-
-
-def _gathered(values: list[Any], source: str) -> Any:
-    return gather([Batch.of(value, source) for value in values], "loss_fn")
+        source = "what loss_fn returns beside the loss"
+        return self.sum(), gather([Batch.of(mapped(one, torch.atleast_1d), source) for one in values], "loss_fn")
 
 
 def _join_parts(parts: list[Any]) -> Any:
@@ -275,46 +266,17 @@ def _given_weights(window: MicroBatches | None, target: Any, whole: bool) -> lis
         TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
         ValueError: there are not as many targets as micro-batches, or both have weights, which differ.
     """
-    targets = target if isinstance(target, MicroBatches) else None
-    if window is None and targets is not None:
-        raise TypeError("target is MicroBatches, but the input is not; give MicroBatches in both")
-    if window is not None and targets is None and target is not None and not whole:
+    given = [one for one in (window, target) if isinstance(one, MicroBatches)]
+    if len(given) == 1 and (window is None or not (target is None or whole)):
         raise TypeError(
-            "the input is MicroBatches, but target is not; give MicroBatches([target_1, ...]), and wrap in NoChunk "
-            "what every micro-batch gets whole"
+            "of the input and the target, one alone is MicroBatches; give MicroBatches([...]) in both, and wrap in "
+            "NoChunk what every micro-batch gets whole"
         )
-    if window is not None and targets is not None and len(targets) != len(window):
-        raise ValueError(f"there are {len(window)} MicroBatches in the input, but {len(targets)} in the target")
-    given = [known.weights for known in (window, targets) if known is not None and known.weights is not None]
-    if given and given[0] != given[-1]:
-        raise ValueError(f"the input has weights {given[0]}, and the target {given[-1]}; give them in one of the two")
-    return given[0] if given else None
-
-
-def count_labels(
-    labels: Any, ignored: int | None, rows: int, class_weights: Tensor | None = None, *, shifts: bool = False
-) -> int | Tensor:
-    """Return the number of labels that count, or their weight; the number of rows if there are no labels.
-
-    Args:
-        labels: the labels of a micro-batch, or anything else
-        ignored: the label that a loss leaves out; None if it counts rows
-        rows: the rows of the micro-batch
-        class_weights: the weight of each label
-        shifts: whether the loss leaves out the first label of each row
-    """
-    if (
-        ignored is None
-        or not isinstance(labels, Tensor)
-        or labels.is_floating_point()
-        or labels.is_complex()
-        or labels.dim() == 0
-    ):
-        return rows
-    if shifts and labels.dim() > 1:
-        labels = labels[..., 1:]
-    counts = labels != ignored
-    if class_weights is not None:
-        counts = class_weights.to(labels.device)[labels.where(counts, 0)].where(counts, 0)
-    count: Tensor = counts.sum()
-    return count
+    if len({*map(len, given)}) > 1:
+        raise ValueError(f"there are {len(given[0])} MicroBatches in the input, but {len(given[1])} in the target")
+    weights = [one.weights for one in given if one.weights is not None]
+    if weights and weights[0] != weights[-1]:
+        raise ValueError(
+            f"the input has weights {weights[0]}, and the target {weights[-1]}; give them in one of the two"
+        )
+    return weights[0] if weights else None
