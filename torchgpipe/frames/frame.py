@@ -150,7 +150,8 @@ class Frame(TorchFunctionMode):
             if len(self._columns) == 1:
                 finish(model())
                 return
-            with self._current_stream, self if self.imports.are_needed else nullcontext():
+            has_glue = self.imports.are_needed and self._columns.checkpoint is None  # Stages follow each other.
+            with self._current_stream, self if has_glue else nullcontext():
                 self._current_stream.enter_context(self._columns[0].stream.use())
                 output = model()
                 with self._without_glue():
