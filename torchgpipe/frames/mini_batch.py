@@ -47,6 +47,7 @@ from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
+from torchgpipe.schedule.action import with_recomputation
 from torchgpipe.transport.route import mark_ready
 
 __all__ = ["Finish", "MiniBatch"]
@@ -133,9 +134,10 @@ class MiniBatch:
         # The last column waits for no gradient. Weights that are in host memory come for backward alone.
         ahead = columns.recomputed - {self._n - 1} if not self._residence.has_copies else set[int]()
         counts = [self._m if j in ahead else 0 for j in range(self._n)]
-        if columns.checkpoint is not None:
+        keeps = columns.checkpoint is not None
+        if keeps:
             counts = [checkpoint_stop(columns.checkpoint, self._m)] * self._n
-        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, tuple(counts), backward=backward)
+        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, tuple(counts), keeps, backward=backward)
         #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
         self.crossings: list[Any] = [None] * self._m
         #: For a cell, the micro-batch that is differentiated next in its column.
@@ -409,16 +411,19 @@ class MiniBatch:
 
 
 @lru_cache(maxsize=32)
-def _agenda_of(program: FrozenProgram, mine: tuple[bool, ...], counts: tuple[int, ...], *, backward: bool) -> Agenda:
+def _agenda_of(
+    program: FrozenProgram, mine: tuple[bool, ...], counts: tuple[int, ...], keeps: bool, *, backward: bool
+) -> Agenda:
     """Return this process's part of an agenda: no more frames are under way than the program needs, and one to spare.
 
     A frame that comes later begins when an earlier one has ended, and takes over its thread. Without that, the first
     worker could begin all frames at once, each with a thread and with what a thread takes of each device's memory. The
     agenda is in the order of time, so what an action waits for does not wait for the action. In each column, modules of
-    the first ``counts`` micro-batches run again before their gradients are there.
+    the first ``counts`` micro-batches run again before their gradients are there; for ``keeps``, see the function.
     """
     n = len(mine)
-    agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, counts, backward=backward)
+    program = tuple(map(tuple, with_recomputation(program, counts, keeps=keeps)))
+    agenda = agenda_of(program, tuple((j,) for j in range(n)), (False,) * n, backward=backward)
     needs, ended = [list(numbers) for numbers in agenda.needs], deque[int]()
     for number, (kind, _, j) in enumerate(agenda.actions):
         if kind == "F" and j == 0 and len(ended) > SPARE:

@@ -84,15 +84,15 @@ def at_once(program: Program) -> set[tuple[int, int]]:
     }
 
 
-def with_recomputation(program: Program, counts: Sequence[int]) -> list[list[Action]]:
+def with_recomputation(program: Program, counts: Sequence[int], *, keeps: bool = True) -> list[list[Action]]:
     """Return a program with an R before the backward of each cell that is recomputed.
 
     Args:
         program: a list of actions for each device
-        counts: for each partition, how many micro-batches, from the first that it runs on, are recomputed, unless
-            backward follows forward on the device
+        counts: for each partition, how many micro-batches, from the first that it runs on, are recomputed
+        keeps: whether a cell is not recomputed if its backward follows its forward on the device
     """
-    kept = at_once(program) if any(counts) else set()
+    kept = at_once(program) if keeps and any(counts) else set()
     #: By partition, its micro-batches in the order in which it runs them.
     order: dict[int, list[int]] = {}
     for actions in program:
