@@ -123,5 +123,5 @@ def learn_interleaved() -> str:
 
 def test_interleaved_stages_tell_as_well() -> None:
     said = launch(2, learn_interleaved, victim=1)
-    match = re.search(r"rank 0, stage 0, 2 of 4 has waited in step 2 for the .* from rank 1, in vain", said[0])
+    match = re.search(r"rank 0, stage 0, 2 of 4 has waited in step 2 for .* from rank 1, in vain", said[0])
     assert match, said[0]
