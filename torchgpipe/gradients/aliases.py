@@ -31,7 +31,6 @@ from torchgpipe.gradients.sums import sum_of
 from torchgpipe.graph.cut import differentiated_by_itself
 from torchgpipe.graph.function import nodes_behind, unshared
 from torchgpipe.model.attached import attributes_with, has_memory_of, with_attached
-from torchgpipe.replay.found import registered
 
 __all__ = ["Aliases", "Slot", "weights_of"]
 
@@ -218,7 +217,7 @@ class Aliases:
             try:
                 for module, name, parameter, alias in self._installed:
                     # The caller may have replaced the parameter between forward and backward.
-                    if registered(module._parameters, name) is parameter:
+                    if name in module._parameters and module._parameters[name] is parameter:
                         _assign(module, name, alias)
                 yield
             finally:
@@ -226,7 +225,7 @@ class Aliases:
 
     def _remove(self) -> None:
         for module, name, parameter, alias in self._installed:
-            if registered(module._parameters, name) is alias:
+            if name in module._parameters and module._parameters[name] is alias:
                 self._keep_memory(parameter, alias)
                 _assign(module, name, parameter)
 

@@ -6,9 +6,8 @@
     random numbers                the generators of PyTorch, Python and NumPy, and of layers
 
 Leaves are known where the loss function, or a forward that was put on a layer, has them as modules, attributes,
-variables of a closure, or globals. Hardly anything is copied before a step: small tensors, and large ones that steps
-have changed before. So a large tensor that changes for the first time in a step that fails stays changed, and the error
-says so.
+variables of a closure, or globals. Only small tensors are copied before a step. So a large one that has changed in a
+step that fails stays changed, and the error says so.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ def all_or_nothing(
     except BaseException as error:
         aside.undo()
         for name in before.put_back():
-            error.add_note(f"{name} has changed in this step, which no step has done before, and stays so")
+            error.add_note(f"{name} has changed in this step, and stays so")
         for generator, state in states.items():
             go_on_from(generator, state)
         raise
-    before.learn()
 
 
 def _leaves(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -21,11 +21,10 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.generators import OUTSIDE
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
-from torchgpipe.replay.found import Found
 from torchgpipe.replay.outputs import counts_of, difference_of, is_compared, sums
 from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn, RandomStates
-from torchgpipe.replay.state import Before, State
+from torchgpipe.replay.state import Snapshot, State
 
 __all__ = ["Layers", "Run"]
 
@@ -56,14 +55,13 @@ class Layers:
         otherwise: str,
     ) -> None:
         self.random, self.where, self.copying, self.otherwise = random, where, copying, otherwise
-        self._found = Found(modules)
+        #: The modules, each with its mode and its parameters by name.
+        self._found = [(module, module.training, list(module._parameters.items())) for module in modules]
         self.state = State(modules)
         #: How often they have run, by the structure of their inputs.
         self.counts = counts_of(modules[0])
         # A dict, because several layers can own one parameter. Parameters of lazy layers cannot be asked for anything.
-        owned = {
-            parameter: None for _, _, named in self._found.layers for _, parameter in named if parameter is not None
-        }
+        owned = {parameter: None for _, _, named in self._found for _, parameter in named if parameter is not None}
         self.parameters = list(owned)
         self._versioned = [parameter for parameter in owned if not is_lazy(parameter) and not parameter.is_inference()]
         #: The backward pass in which the layers were last found unchanged.
@@ -77,10 +75,15 @@ class Layers:
         """Return what is no longer as the call found it, or None. The layers are looked at once in a backward pass."""
         if self._unchanged_in == current_pass():
             return None
-        change = self._found.changed()
-        if change is None:
-            self._unchanged_in = current_pass()
-        return change
+        for module, training, parameters in self._found:
+            if module.training != training:
+                return f"it was in {'training' if training else 'evaluation'} mode"
+            now = module._parameters
+            for name, parameter in parameters:
+                if name not in now or now[name] is not parameter:
+                    return f"'{name}' of a {type(module).__name__} was another parameter"
+        self._unchanged_in = current_pass()
+        return None
 
 
 class Run:
@@ -105,7 +108,7 @@ class Run:
         self.is_compared = is_compared(layers.counts, structure) and not dispatch_modes()
         self._sums: list[Tensor | None] = []
         #: The random numbers that the first run drew, and what layers kept before it.
-        self._kept: tuple[Drawn, Before] | None = None
+        self._kept: tuple[Drawn, Snapshot] | None = None
 
     @property
     def is_repeatable(self) -> bool:

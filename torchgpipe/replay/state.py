@@ -7,7 +7,8 @@ as the second run takes.
 
 What tells that a tensor has changed is costly or unreliable: versions say nothing of ``.data``, of NumPy and of norms,
 and values have to be waited for. So small tensors are copied before each first run, without a question. A large one,
-such as a causal mask, is compared once, around the first run of its layer, and copied again only if that changed it.
+such as a causal mask, is not copied, and a change in place that its version tells is an error; another one shows where
+the two runs are compared (see `outputs`).
 
 A library that installs hooks in a first run notes that in an attribute. The second run does not find the attribute, so
 it must not find the hooks: it installs its own, which are removed with the attribute.
@@ -18,15 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.torch_internals import dispatch_modes, forward_hooks, versions
+from torchgpipe.devices.torch_internals import forward_hooks, versions
 from torchgpipe.replay.statistics import only_written
 
-__all__ = ["Before", "State"]
+__all__ = ["Snapshot", "State"]
 
 #: What every module has; it is no state, or other parts look after it.
 _OF_EVERY_MODULE = {*vars(nn.Module())}
@@ -34,11 +34,8 @@ _OF_EVERY_MODULE = {*vars(nn.Module())}
 #: What a second run is given. Other objects, such as lists, are not looked into.
 _KINDS = (int, float, str, type(None), Tensor)
 
-#: The bytes of the largest tensor that is copied before every first run.
+#: The bytes of the largest tensor that is copied.
 _SMALL = 2**16
-
-#: By module, the large tensors that first runs have changed in place; a module that is not here has not run.
-_changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 _nothing: Any = object()
 
@@ -73,12 +70,12 @@ class State:
             if (is_users or module._buffers) and isinstance(module._buffers, dict):  # Not those of TorchScript.
                 self._places.append(_Place(module, module._buffers, () if of_step else only_written(module)))
 
-    def begin(self) -> Before:
+    def begin(self) -> Snapshot:
         """Note the state before a first run or a step."""
-        return Before(self._places, self._hooks if self._places else [], of_step=self._of_step)
+        return Snapshot(self._places, self._hooks if self._places else [], of_step=self._of_step)
 
 
-class Before:
+class Snapshot:
     """The state before a first run, and then what of it the second run needs.
 
     Args:
@@ -90,10 +87,9 @@ class Before:
         tensors: those that require grad
     """
 
-    __slots__ = ("_copies", "_found", "_hooks", "_large", "_needed", "_of_step", "tensors")
+    __slots__ = ("_copies", "_found", "_hooks", "_large", "_needed", "tensors")
 
     def __init__(self, places: Iterable[_Place], hooks: Iterable[dict[int, Any]], *, of_step: bool) -> None:
-        self._of_step = of_step
         self.tensors: list[Tensor] = []
         #: Hooks, and how many there are; then those to which the first run has added.
         self._hooks = [(of_one, len(of_one)) for of_one in hooks]
@@ -122,23 +118,22 @@ class Before:
         elif tensor.requires_grad:
             self.tensors.append(tensor)
         elif type(tensor) is Tensor and tensor not in self._copies:
-            known, is_small = _changing.get(place.module), _is_small(tensor)
-            # Of a step, all unknown ones would be copied at once: those of quantised layers are all of their weights.
-            if is_small or (not self._of_step if known is None else name in known):
+            if _is_small(tensor):
                 self._copies[tensor] = tensor.clone()
-            if not is_small:
+            else:
                 self._large.append((place.module, name, tensor, versions([tensor])))
 
     def end(self) -> None:
         """Keep what the first run has changed, and forget the rest.
 
         Raises:
-            RuntimeError: it has changed a large tensor in place that earlier runs have not changed.
+            RuntimeError: it has changed a large tensor in place.
         """
-        for tensor in self.learn():
+        for tensor in self._changed():
             raise RuntimeError(
-                f"{tensor} was changed in place, which no run has done before, so no copy was made for recomputation; "
-                "run the mini-batch again: from now on there are copies"
+                f"{tensor} was changed in place, and tensors of more than 64 KiB are not copied for recomputation; run "
+                "the mini-batch again if it is filled only once, or let the layer run without recomputation "
+                "(checkpoint='never')"
             )
         for place, values, count in self._found:
             now = place.values
@@ -151,26 +146,17 @@ class Before:
         self._hooks = [(hooks, count) for hooks, count in self._hooks if len(hooks) > count]
         self._found, self._large, self.tensors = [], [], []
 
-    def learn(self) -> list[str]:
-        """Note which large tensors runs change in place, and return those that have changed and have no copy."""
-        result = []
-        # Tensors of dispatch modes may have no values.
-        for module, name, tensor, before in [] if dispatch_modes() else self._large:
-            copy, known = self._copies.get(tensor), _changing.setdefault(module, set())
-            if copy is not None and name not in known:
-                if torch.equal(copy, tensor):
-                    del self._copies[tensor]
-                else:
-                    known.add(name)
-            elif copy is None and versions([tensor]) != before:
-                known.add(name)
-                result.append(f"'{name}' of a {type(module).__name__}")
-        return result
+    def _changed(self) -> list[str]:
+        """Return the large tensors that have changed in place, of which there are no copies."""
+        return [
+            f"'{name}' of a {type(module).__name__}"
+            for module, name, tensor, before in self._large
+            if versions([tensor]) != before
+        ]
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
         """Put the state before a step back, and return the large tensors that have changed and have no copy."""
-        result = self.learn()
         for hooks, count in self._hooks:
             for key in [*hooks][count:]:
                 del hooks[key]
@@ -185,7 +171,7 @@ class Before:
         for tensor, copy in self._copies.items():
             if copy is not None and not torch.equal(copy, tensor):  # A new version may be one too many for a graph.
                 tensor.copy_(copy)
-        return result
+        return self._changed()
 
     def _need(self, place: _Place, name: str, value: Any) -> None:
         """Keep a value for the second run."""
