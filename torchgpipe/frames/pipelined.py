@@ -285,10 +285,9 @@ def _pipelined(
     verify_links(settings.devices, 3)
     if processes is not None:
         begin_alike(module, settings, processes)
+        keep_own(module, settings, processes)
         processes.begin_equal([tensor for _, _, _, tensor in iterate_tensors(module)])
     with nullcontext() if processes is None else processes.all_together("the weights of this process"):
-        if processes is not None:
-            keep_own(module, settings, processes)
         move(module, settings)
     runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):

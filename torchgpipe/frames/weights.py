@@ -105,7 +105,7 @@ def fetch(module: nn.Module, settings: Settings, processes: Processes) -> list[t
         for full, _, _, tensor, ranks in _placed(module, settings, processes):
             if processes.rank == ranks[0] and 0 not in ranks:
                 processes.messages.tell([full, tensor], [0], tag)
-                processes.messages.flush()  # One at a time takes memory.
+                processes.messages.flush()  # So one at a time takes memory.
         if processes.rank:
             processes.messages.tell([], [0], tag)
         for rank in processes.others if processes.rank == 0 else ():
@@ -123,7 +123,7 @@ def fetch(module: nn.Module, settings: Settings, processes: Processes) -> list[t
                 )
             if tensor not in made and name in child._parameters:
                 values = nn.Parameter(values, tensor.requires_grad)
-                vars(values).update({key: value for key, value in vars(tensor).items() if key not in ("form", "home")})
+                vars(values).update(vars(tensor))
             elif tensor not in made:
                 values = values.to(settings.devices[settings.column_of(full)])
             places.append((child, name, made.setdefault(tensor, values)))
