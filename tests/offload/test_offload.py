@@ -853,3 +853,23 @@ def test_the_host_waits_for_all_copies(devices: Devices, monkeypatch: pytest.Mon
         monkeypatch.setattr(kind, "synchronize", synchronize)
     once(model, *data(), "step")
     assert {"weights arriving", "gradients leaving", "activations arriving", "activations leaving"} <= set(waited)
+
+
+class Cast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in self.blocks:
+                x = block(x).tanh()
+        return x.float()
+
+
+def test_a_forward_with_autocast_is_proved() -> None:
+    """A cast that autocast keeps is made under a lock: the proof, which evicted weights meanwhile, waited for ever."""
+    model: Any = torchgpipe.pipelined(
+        Cast(), torch.randn(4, 4), chunks=2, devices=["cpu"], partitions=3, offload=True, slots=1
+    )
+    assert model.verify(torch.randn(4, 4)).is_equal

@@ -280,8 +280,15 @@ class _OnDemand(DispatchMode):
                 self._need(j, columns)
             return func(*args, **kwargs)
 
+    def __enter__(self) -> Any:
+        # The cache of casts would keep what is evicted, and cannot be cleared here: a cast holds its lock.
+        self._caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        return super().__enter__()
+
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
+        torch.set_autocast_cache_enabled(self._caches)
         for j in self._resident:
             self._evict(j)
         self._resident = []
@@ -304,6 +311,5 @@ class _OnDemand(DispatchMode):
 
     def _evict(self, j: int) -> None:
         computing = self._memory.streams.current(self._streams[j].device)
-        torch.clear_autocast_cache()
         self._aliases.download(j, computing)
         self._aliases.evict(j, computing)
