@@ -71,18 +71,16 @@ def steps_of_many_lengths() -> tuple[list[int], list[int]]:
     plain, x = copy.deepcopy(model), torch.randn(16, FEATURES).double()
     mesh = dist.init_device_mesh("cpu", (2,))
     torchgpipe.pipelined(model, x[:4], chunks=2, mesh=mesh, loss_fn=F.mse_loss, balance="parameters", verify=False)
-    keys, places = [], []
+    keys = []
     for rows in (4, 6, 8, 10, 12, 14, 4, 6, 8):
         batch = x[:rows]
         loss = model.step(batch, target=batch)
         assert loss == sum([F.mse_loss(plain(part), part) / 2 for part in batch.chunk(2)])
         keys.append(default_store().num_keys())
-        places.append(len(model._runs().together.doors._strides))
-    return keys, places
+    return keys
 
 
 def test_what_is_known_of_shapes_is_bounded() -> None:
-    """Each new shape left a key for each module in the store, and strides in each process."""
-    for keys, places in launch(2, steps_of_many_lengths):  # 4 of each shape
+    """Each new shape left a key for each module in the store."""
+    for keys in launch(2, steps_of_many_lengths):  # 4 of each shape
         assert max(keys) <= keys[0] + 8, keys
-        assert max(places) <= 3, places
