@@ -531,9 +531,8 @@ class Pipeline:
             backward: whether gradients are wanted, which go to the aliases
             moved: is called with the column of each module of the spine
         """
-        told = self.settings.devices, self.streams, self.identity, moved
         with self.aliased(backward=backward, alone=True) as aliases:
-            visitor = InOnePiece(*told)
+            visitor = InOnePiece(self.settings.devices, self.streams, self.identity, moved)
             with visiting(visitor), visitor if self._copies() else nullcontext(), on_demand(aliases, self._computing()):
                 try:
                     yield aliases

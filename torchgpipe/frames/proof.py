@@ -119,7 +119,7 @@ def _follow(pipeline: Pipeline, proofs: Sequence[FramesProof], whole: Whole) -> 
     module, study, devices = pipeline.module, pipeline.settings.study, pipeline.settings.devices
     with torch.inference_mode(False), without_zeros(module), without_compiler(module):
         while True:
-            k, is_evaluation, training, study.rules, study.divides, *end = whole.hear()
+            k, is_evaluation, training, study.rules, study.divides, *end = whole.tell()
             proof: FramesProof = proofs[k]
             if end:
                 proof.comparison.rows, proof.comparison.skipped, proof.differing = end

@@ -215,7 +215,8 @@ class RemoteDoors:
             key, _ = self._note(door, *mapped((args, kwargs), lambda one: new[id(one)], objects=True))
         effect = self._known.get(key)
         if effect is None:
-            effect = hear(partial(self._look_up, door, key, column))
+            owner, what = self._processes.owners[column], f"the shapes that '{door.name}' returns"
+            effect = hear(partial(self._processes.look_up, _word_of(key), owner, what))
             if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
                 self._known.clear()
             self._known[key] = effect
@@ -227,12 +228,6 @@ class RemoteDoors:
             originals = {id(one): other for one, other in zip(imported, given)}
             refill((args, kwargs), mapped(arguments, lambda one: originals.get(id(one), one), objects=True))
         return output
-
-    def _look_up(self, door: Door, key: Any, column: int) -> _Effect:
-        """Return what the process of a module has published."""
-        owner = self._processes.owners[column]
-        found: _Effect = self._processes.look_up(_word_of(key), owner, f"the shapes that '{door.name}' returns")
-        return found
 
 
 @torch.no_grad()

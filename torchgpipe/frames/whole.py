@@ -47,13 +47,9 @@ class Whole:
     def __exit__(self, *_: object) -> None:
         self._swap()
 
-    def tell(self, *told: Any) -> None:
-        """Tell the others what to do next."""
-        self.processes.gather(told, "the proof")
-
-    def hear(self) -> Any:
-        """Return what the first process tells."""
-        return self.processes.gather(None, "the proof")[0]
+    def tell(self, *told: Any) -> Any:
+        """Tell the others what to do next, in the first process, and return that in all."""
+        return self.processes.gather(told, "the proof")[0]
 
     @contextmanager
     def in_parts(self, *told: Any) -> Iterator[None]:

@@ -91,10 +91,9 @@ class OffloadedAliases(Aliases):
         """Keep the parameter in host memory: `verify_untouched` refuses other memory of an alias."""
 
     def _take_from(self, alias: Tensor, parameter: Tensor) -> Leaf:
-        downloaded = self._downloaded.pop(alias, None)
-        if downloaded is not None:
-            downloaded = downloaded.to(parameter.device)  # In a proof over processes, some parameters are on devices.
-        return sum_of(downloaded, super()._take_from(alias, parameter))
+        before = self._downloaded.pop(alias, None)
+        # In a proof over processes, some parameters are on their devices.
+        return sum_of(None if before is None else before.to(parameter.device), super()._take_from(alias, parameter))
 
     def at(self, tensor: Tensor, j: int) -> Tensor | None:
         """Return the alias in partition ``j`` of a parameter, or the same view of it, given a view of an alias."""

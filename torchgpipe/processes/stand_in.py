@@ -86,9 +86,6 @@ class StandIn(Tensor):
         vars(copied).update(vars(self))  # Whether it is a parameter.
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return StandIn, (self.form, self.home, self.requires_grad)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
