@@ -157,9 +157,9 @@ class MiniBatch:
 
     # ------------------------------------------------------------------------------------------------- the program
 
-    def _executor(self, *, in_one_thread: bool = False) -> Executor:
-        in_one_thread |= self.random_numbers.are_of_the_process
-        return Executor(self, self._ambient, self._facts, self._residence, in_one_thread=in_one_thread)
+    def _executor(self) -> Executor:
+        one = self.random_numbers.are_of_the_process  # As in a proof, which knows of no model what it draws from.
+        return Executor(self, self._ambient, self._facts, self._residence, in_one_thread=one)
 
     def run(self) -> None:
         """Run the whole program.
@@ -186,9 +186,8 @@ class MiniBatch:
     def run_columns_forward(self, after: Callable[[int], None]) -> None:
         """Run all forward actions, in this thread, column by column, and call ``after`` with each column."""
         try:
-            executor = self._executor(in_one_thread=True)
             for j in filter(self.columns.is_mine, range(self._n)):
-                executor.run(Agenda([Action("F", i, j) for i in range(self._m)], []), self._ambient)
+                self._executor().run(Agenda([Action("F", i, j) for i in range(self._m)], []), self._ambient)
                 after(j)
             self._end_pauses()
         finally:
@@ -197,7 +196,7 @@ class MiniBatch:
     def run_columns_backward(self, after: Callable[[int], None], *, split: bool) -> None:
         """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
         with self.aliases.installed():
-            executor = self._executor(in_one_thread=True)
+            executor = self._executor()
             kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
             for j in filter(self.columns.is_mine, reversed(range(self._n))):
                 actions = [Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds]

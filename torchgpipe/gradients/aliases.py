@@ -203,12 +203,13 @@ class Aliases:
     @contextmanager
     def filled(self, j: int) -> Iterator[None]:
         """Let the gradients of a cell of partition ``j`` arrive in a ``with`` block, in this thread."""
-        _differentiating.is_a_cell = True
+        # Around it, this thread may differentiate a cell of another pipeline.
+        around, _differentiating.is_a_cell = _differentiating.is_a_cell, True
         try:
             with unshared(self._in_partition[j]):
                 yield
         finally:
-            _differentiating.is_a_cell = False
+            _differentiating.is_a_cell = around
 
     @contextmanager
     def installed(self) -> Iterator[None]:
