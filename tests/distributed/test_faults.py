@@ -70,7 +70,8 @@ def check(said: list[str], victim: int, step: int) -> None:
     for rank, text in enumerate(said):
         if rank == victim:
             continue
-        match = re.search(r"rank (\d), stage (\d).*? has waited in step (\d+) for .*? from rank ([\d, ]+), in vain", text)
+        said_by = r"rank (\d), stage (\d).*? has waited in step (\d+) for .*? from rank ([\d, ]+), in vain"
+        match = re.search(said_by, text)
         assert match, text
         assert (int(match[1]), int(match[3])) == (rank, step), text
         assert str(rank) not in match[4], text
