@@ -87,7 +87,7 @@ def test_a_product_that_opens_a_thread_rounds_as_in_the_callers_thread(front: st
     ],
     ids=str,
 )
-def test_one_worker_for_each_distinct_device(monkeypatch: pytest.MonkeyPatch, devices: list[str], workers: int) -> None:
+def test_one_worker_for_each_distinct_device(devices: list[str], workers: int) -> None:
     """With a single device, the caller's own thread is the worker. No thread is left, which data loaders that fork
     would not survive."""
     before = {*threading.enumerate()}
@@ -276,6 +276,30 @@ def test_steps_of_one_model_come_one_after_the_other(pipe: Pipe) -> None:
 
     in_threads(train, train)
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
+def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
+    """Every micro-batch is counted once, even while another thread recomputes, which must not count.
+
+    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean. The norm
+    belongs to a different partition in each of two models that share it.
+    """
+    norm = nn.BatchNorm1d(2, momentum=None)
+    models = [
+        pipe(nn.Sequential(nn.Identity(), norm, nn.Linear(2, 2)), balance, chunks=3, checkpoint=checkpoint)
+        for balance in ([2, 1], [1, 2])
+    ]
+    repeats = 20
+    x = torch.rand(6, 2)  # drawn here, because a thread could draw the numbers meant for the other thread's layers
+
+    def train(model: GPipe) -> None:
+        for _ in range(repeats):
+            model(x).sum().backward()
+
+    in_threads(partial(train, models[0]), partial(train, models[0 if shared else 1]))
+    assert int(norm.num_batches_tracked) == 2 * repeats * 3
+    assert norm.running_mean.abs().sum() > 0
 
 
 # ------------------------------------------------- inside each other; `test_transparency` draws pipelines as layers

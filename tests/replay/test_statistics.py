@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.conftest import Pipe
+from tests.drive.test_threads import in_threads
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 from torchgpipe.replay.statistics import Norm
@@ -63,6 +65,19 @@ def test_gradients_do_not_depend_on_statistics_that_have_moved_on(pipe: Pipe, ch
     weights = torch.arange(1, output.numel() + 1, dtype=output.dtype).reshape(output.shape) % 7 - 2
     (output * weights).sum().backward()
     assert torch.equal(y.grad, expected.input_grads[0])
+
+
+def test_calls_in_several_threads(pipe: Pipe, checkpoint: str) -> None:
+    """What one counts in its first or only run is not lost in the copies of another one's second run."""
+    layers, x = make_model(), make_input().detach()
+    models = [pipe(nn.Sequential(*layers), [2, 2], chunks=3, checkpoint=mode) for mode in ("always", checkpoint)]
+
+    def train(model: GPipe) -> None:
+        for _ in range(25):
+            model(x).sum().backward()
+
+    in_threads(*[partial(train, model) for model in models * 2])
+    assert [int(layers[k].num_batches_tracked) for k in (1, 3)] == [4 * 25 * 3] * 2
 
 
 def test_one_norm_used_twice_counts_twice(checkpoint: str) -> None:

@@ -113,10 +113,11 @@ class LayersCell(Cell):
                     for output in outputs
                 ]
             else:
-                forget_parametrizations()
-                outputs = self.compute(self._enter(leaves))
-                column.forget_casts()
-                forget_parametrizations()
+                with column.layers.exclusively():
+                    forget_parametrizations()
+                    outputs = self.compute(self._enter(leaves))
+                    column.forget_casts()
+                    forget_parametrizations()
                 self.exports = [
                     None if edge is None else self.kind_of_export(edge, number) for edge in _edges_of(outputs)
                 ]

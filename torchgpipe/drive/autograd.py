@@ -180,7 +180,7 @@ def _pass_plain(column: LayersColumn, i: int, batch: Batch, lane: Lane) -> tuple
     column.random.forget()
     if lane is not None and _tie(batch, [lane]):
         lane = None
-    with column.recorded("forward", i):
+    with column.recorded("forward", i), column.layers.exclusively():
         output = column.run_layers(batch)
     if lane is not None and _tie(output, [lane]):
         # No input required grad. The output does nearly as well: the engine takes this cell's nodes before

@@ -227,7 +227,7 @@ class MicroBatches:
             cell.begin(batch)
             with self._random_numbers.of(i, column.stream.device):
                 if not self._backward:
-                    with column.recorded("forward", i), torch.no_grad():
+                    with column.recorded("forward", i), torch.no_grad(), column.layers.exclusively():
                         outputs = cell.compute(leaves)
                     exports: Sequence[Export | None] = [None] * len(outputs)
                 else:

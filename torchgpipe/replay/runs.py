@@ -14,6 +14,7 @@ the settings of the caller, which `Ambient.run` enters:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.generators import OUTSIDE
 from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, forget_parametrizations, versions
+from torchgpipe.replay.exclusive import exclusive
 from torchgpipe.replay.outputs import counts_of, difference_of, is_compared, sums
 from torchgpipe.replay.phase import first_run, second_run
 from torchgpipe.replay.random import Drawn, RandomStates
@@ -67,6 +69,10 @@ class Layers:
         #: The backward pass in which the layers were last found unchanged.
         self._unchanged_in: int | None = None
 
+    def exclusively(self) -> AbstractContextManager[None]:
+        """Keep other threads from running modules with buffers for a ``with`` block."""
+        return exclusive(self.state.owners) if self.state.owners else _nothing
+
     def versions(self) -> list[int]:
         """Return the versions of all parameters, which count changes in place."""
         return versions(self._versioned)
@@ -84,6 +90,9 @@ class Layers:
                     return f"'{name}' of a {type(module).__name__} was another parameter"
         self._unchanged_in = current_pass()
         return None
+
+
+_nothing = nullcontext()
 
 
 class Run:
@@ -124,12 +133,13 @@ class Run:
         layers, inputs, self._inputs = self._layers, self._inputs, ()
         untouched = versions(inputs)
         forget_parametrizations()
-        drawn, state = layers.random.begin(), layers.state.begin()
-        with first_run():
-            result = compute()
-        draws = layers.random.end(drawn)
-        self._kept = draws, state
-        state.end()
+        with layers.exclusively():
+            drawn, state = layers.random.begin(), layers.state.begin()
+            with first_run():
+                result = compute()
+            draws = layers.random.end(drawn)
+            self._kept = draws, state
+            state.end()
         # Another thread may have drawn these numbers, too, so nothing else tells whether they were drawn again.
         self.is_compared |= not dispatch_modes() and any([draw.generator in OUTSIDE for draw in draws])
         self._versions = layers.versions()
@@ -167,7 +177,7 @@ class Run:
             )
         drawn, state = self._kept
         forget_parametrizations()
-        with layers.random.replay(drawn), state.again(), second_run():
+        with layers.exclusively(), layers.random.replay(drawn), state.again(), second_run():
             result = compute()
         forget_parametrizations()
         return result

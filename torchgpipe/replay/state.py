@@ -55,12 +55,16 @@ class State:
         modules: the modules
         of_step: whether the state before a step is noted, which is put back if the step fails, and not that before a
             first run
+
+    Attributes:
+        owners: the modules that train and have buffers, which run in one thread at a time
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, of_step: bool = False) -> None:
         self._of_step = of_step
         self._places: list[_Place] = []
         self._hooks: list[dict[int, Any]] = []
+        owners = []
         for module in modules:
             self._hooks += forward_hooks(module)
             # Classes of PyTorch keep nothing but buffers, and ours look after themselves.
@@ -69,6 +73,8 @@ class State:
                 self._places.append(_Place(module, vars(module), ()))
             if (is_users or module._buffers) and isinstance(module._buffers, dict):  # Not those of TorchScript.
                 self._places.append(_Place(module, module._buffers, () if of_step else only_written(module)))
+                owners += [module] * bool(module.training and module._buffers)
+        self.owners = frozenset(owners)
 
     def begin(self) -> Snapshot:
         """Note the state before a first run or a step."""
