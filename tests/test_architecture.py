@@ -57,23 +57,23 @@ CAPS = {
     "torchgpipe": {
         "devices": 644,
         "schedule": 610,
-        "skip": 324,
-        "processes": 806,
-        "replay": 973,
-        "model": 1978,
+        "skip": 318,
+        "processes": 767,
+        "replay": 854,
+        "model": 1948,
         "norms": 256,
         "listener": 66,
         "graph": 340,
         "transport": 152,
-        "gradients": 607,
-        "offload": 812,
-        "cell": 540,
-        "drive": 812,
-        "proof": 639,
-        "gpipe": 389,
-        "frames": 6127,
+        "gradients": 592,
+        "offload": 817,
+        "cell": 537,
+        "drive": 799,
+        "proof": 626,
+        "gpipe": 383,
+        "frames": 5930,
         "timeline": 537,
-        "distributed": 712,
+        "distributed": 465,
         "compat": 200,
         "integrations": 65,
         "public paths": 107,
@@ -81,7 +81,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19815
+TOTAL = 19132
 
 #: The tokens that do not make a line one of code.
 SILENT = {
