@@ -165,7 +165,7 @@ ON = f"--device {GPU}"
 AT = f"--size gpu --devices {GPU}"
 BOTH = f"--size gpu --devices {GPU} cpu {GPU} --balance 3 1 4 --turns 5"
 MODELS, AMOEBANET = "--models resnet101 unet gpt gpt-tiny mlp-tiny", "--models amoebanetd"
-TESTS = " ".join(f"tests/{name}test_cuda.py" for name in ("", "frames/", "balancing/planning/"))
+TESTS = " ".join(f"tests/{name}test_cuda.py" for name in ("", "front/", "balancing/planning/"))
 SMALL, UNET = "--models mlp --chunks 2 --shrink 64", "--models unet"
 CAPACITY, GROWTH, LARGEST = "memory --only capacity", "--questions growth", "--questions largest --partitions 1"
 # A launch takes the host so long that fewer cells tell as much.

@@ -29,7 +29,7 @@ from benchmarks.models.gpt import Block
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import Row, aim, shown, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
-from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.front.pipelined import runs_of
 from torchgpipe.schedule import program
 from torchgpipe.schedule.residency import residency, streamed
 

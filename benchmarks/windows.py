@@ -47,8 +47,8 @@ from benchmarks.records import Row, aim, named_way, shown, spread, table_of
 from benchmarks.schedules import cpus
 from benchmarks.tiny_steps import ROWS, WIDTH, Chain, mean, tiny_layers
 from torchgpipe import GPipe, MicroBatches, pipelined
+from torchgpipe.batch.given import order_of
 from torchgpipe.devices.links import verify_links
-from torchgpipe.model.given import order_of
 from torchgpipe.schedule import COSTS, ScheduleName, Simulation, program, simulate
 
 __all__ = ["PARTS"]

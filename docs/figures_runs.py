@@ -19,7 +19,7 @@ from tests.clocks import clocked, listening
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe
-from torchgpipe.frames.door import this_thread
+from torchgpipe.spine.door import this_thread
 
 PHONY = (COPY, 2.0, "4 3")
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Mark, Stream, Streams, Tick
-from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.front.pipelined import runs_of
 from torchgpipe.listener.listener import End
 
 __all__ = ["Clocked", "ClockedStreams", "Done", "Work", "clocked", "listening"]

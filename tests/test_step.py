@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import Devices
-from tests.frames.models import chain
+from tests.front.models import chain
 from tests.layers import Apply, Using
 from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, MicroBatches, NoChunk, is_recomputing, pipelined

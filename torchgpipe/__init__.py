@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torchgpipe.batch.given import MicroBatches, windows
+from torchgpipe.batch.microbatch import NoChunk
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.given import MicroBatches, windows
-from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.replay.phase import is_checkpointing, is_recomputing
 
 if TYPE_CHECKING:
-    from torchgpipe.frames.follow import follow
-    from torchgpipe.frames.pipelined import pipelined
+    from torchgpipe.front.follow import follow
+    from torchgpipe.front.pipelined import pipelined
     from torchgpipe.timeline.recorder import record
     from torchgpipe_balancing.planning.plan import plan
 
@@ -32,11 +32,11 @@ __version__ = "1.0.0.dev0"
 def __getattr__(name: str) -> Any:
     # Fronts: imported by those who ask for them.
     if name == "follow":
-        from torchgpipe.frames.follow import follow
+        from torchgpipe.front.follow import follow
 
         return follow
     if name == "pipelined":
-        from torchgpipe.frames.pipelined import pipelined
+        from torchgpipe.front.pipelined import pipelined
 
         return pipelined
     if name == "record":

@@ -10,20 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.cell.layers_column import Mechanisms
-from torchgpipe.devices.links import verify_links
-from torchgpipe.devices.memory import bytes_of
-from torchgpipe.devices.typing import Device
-from torchgpipe.drive.autograd import ForwardPass
-from torchgpipe.drive.step import run_step
-from torchgpipe.gradients.failed_step import all_or_nothing
-from torchgpipe.model.attached import with_attached
-from torchgpipe.model.comparison import Comparison
-from torchgpipe.model.data_parallel import verify_layers
-from torchgpipe.model.given import order_of
-from torchgpipe.model.loss import Losses, LossFunction, Weight, verify_loss
-from torchgpipe.model.loss_proof import LossProof
-from torchgpipe.model.microbatch import (
+from torchgpipe.batch.given import order_of
+from torchgpipe.batch.loss import Losses, LossFunction, Weight, verify_loss
+from torchgpipe.batch.loss_proof import LossProof
+from torchgpipe.batch.microbatch import (
     Batch,
     WholeArguments,
     gather,
@@ -34,6 +24,17 @@ from torchgpipe.model.microbatch import (
     values_of,
     window_of,
 )
+from torchgpipe.cell.layers_column import Mechanisms
+from torchgpipe.cell.views import divide
+from torchgpipe.devices.links import verify_links
+from torchgpipe.devices.memory import bytes_of
+from torchgpipe.devices.typing import Device
+from torchgpipe.drive.autograd import ForwardPass
+from torchgpipe.drive.step import run_step
+from torchgpipe.gradients.failed_step import all_or_nothing
+from torchgpipe.model.attached import with_attached
+from torchgpipe.model.comparison import Comparison
+from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
@@ -55,7 +56,6 @@ from torchgpipe.model.verify import (
     verify_module,
     verify_names,
 )
-from torchgpipe.model.views import divide
 from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.offload.host_memory import HostMemory

@@ -41,7 +41,7 @@ MODELS = [
     "tests/test_transparency.py::test_autocast",
 ]
 FAULTS = ["tests/test_faults.py::test_any_faults"]
-PROGRAMS = ["tests/frames/test_random_models.py::test_any_program"]
+PROGRAMS = ["tests/front/test_random_models.py::test_any_program"]
 PARTITIONS, CHUNKS = 8, 32
 #: In steps. Every second fault comes to workers.
 WORKERS_EVERY, FAULT_EVERY = 4, 10

@@ -1,4 +1,4 @@
-"""Random programs of `tests.frames.programs` over processes, each compared with the same partitions in one process.
+"""Random programs of `tests.front.programs` over processes, each compared with the same partitions in one process.
 
 Most of them are harmless; some have one move that a pipeline must see, and then the sample proves or refuses them.
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.launch import Crash, launch
-from tests.frames.programs import COMPILED, DOUBTFUL, HARMLESS, KEEPING, LOSSES, OF_AUXILIARY, Program
+from tests.front.programs import COMPILED, DOUBTFUL, HARMLESS, KEEPING, LOSSES, OF_AUXILIARY, Program
 from torchgpipe import pipelined
 from torchgpipe.model.values import mapped
 from torchgpipe.processes.stand_in import StandIn

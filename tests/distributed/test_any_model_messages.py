@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import torchgpipe
 from tests.distributed.launch import launch
-from tests.frames.test_recomputed import X, noting
+from tests.front.test_recomputed import X, noting
 from torchgpipe.processes.stand_in import StandIn
 
 pytestmark = pytest.mark.slow

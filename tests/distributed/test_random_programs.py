@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.launch import launch
 from tests.distributed.random_programs import draw, try_in_this_process
-from tests.frames.programs import HARMLESS
+from tests.front.programs import HARMLESS
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.drive import workers
-from torchgpipe.frames import threads
+from torchgpipe.run import threads
 
 pytestmark = pytest.mark.usefixtures("cpu_workers")
 

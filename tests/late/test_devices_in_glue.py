@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import late
-from tests.frames.models import Chain, gradients, same
+from tests.front.models import Chain, gradients, same
 from torchgpipe import pipelined
 
 pytestmark = pytest.mark.late

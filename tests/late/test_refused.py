@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.frames.models import Chain
+from tests.front.models import Chain
 from torchgpipe import GPipe, pipelined
 
 pytestmark = pytest.mark.late

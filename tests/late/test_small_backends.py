@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from tests.frames.models import Chain
+from tests.front.models import Chain
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.devices import generators, stream

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.frames.models import chain
+from tests.front.models import chain
 from torchgpipe import GPipe, MicroBatches, NoChunk, pipelined
 from torchgpipe.schedule import ScheduleName
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.plain import assert_equal, tensors
 from torchgpipe import GPipe, MicroBatches, NoChunk, pipelined, windows
-from torchgpipe.model.microbatch import Batch, gather, scatter
+from torchgpipe.batch.microbatch import Batch, gather, scatter
 
 CPU, X = torch.device("cpu"), torch.randn(2, 2)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe import GPipe, MicroBatches, pipelined
-from torchgpipe.model.given import order_of
+from torchgpipe.batch.given import order_of
 from torchgpipe.schedule import program_of, simulate
 from torchgpipe_balancing.held import HeldBytes, Saved
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.frames.models import chain
+from tests.front.models import chain
 from tests.layers import Apply
 from torchgpipe import GPipe, pipelined
 from torchgpipe.model import state

@@ -25,13 +25,13 @@ from torch.nn import functional
 import torchgpipe
 from tests import late
 from tests.conftest import ALL_VARIANTS, Devices
-from tests.frames.models import Chain, chain
+from tests.front.models import Chain, chain
 from tests.layers import Apply, Using
 from tests.plain import on_host
 from tests.skip.layers import pair as skip_layers
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import AcceleratorStream, Stream
-from torchgpipe.frames.pipelined import pipelined_apart, runs_of
+from torchgpipe.front.pipelined import pipelined_apart, runs_of
 from torchgpipe.listener.listener import NO_MICRO_BATCH
 from torchgpipe.offload.aliases import OffloadedAliases
 from torchgpipe.offload.host_copies import HostCopies, HostCopy

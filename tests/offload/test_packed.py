@@ -14,7 +14,7 @@ import torchgpipe
 from tests.conftest import Devices
 from tests.offload.test_offload import devices, equal, gradients, is_empty, memory_of
 from torchgpipe import GPipe
-from torchgpipe.frames.pipelined import pipelined_apart
+from torchgpipe.front.pipelined import pipelined_apart
 from torchgpipe.offload.verify import verify_home
 
 __all__ = ["devices"]  # a fixture

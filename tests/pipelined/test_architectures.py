@@ -41,7 +41,7 @@ def test_a_dozen_kinds_are_tried() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_gives_what_the_plain_model_gives(name: str) -> None:
-    """By a step or by backward, in turns: `frames/test_random_models.py` has any model in both ways."""
+    """By a step or by backward, in turns: `front/test_random_models.py` has any model in both ways."""
     step = NAMES.index(name) % 2 == 0
     result = try_way(CATALOGUE[name], CATALOGUE[name].build(), Way(step, tuple(TWO), balance=None, seed=1))
     assert result["verdict"] == "exact", result.get("trace")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchgpipe
-from torchgpipe.frames.pipelined import pipelined_apart, runs_of
+from torchgpipe.front.pipelined import pipelined_apart, runs_of
 from torchgpipe_balancing.planning.measure import make_costs
 from torchgpipe_balancing.planning.model_under_test import prepare_model
 from torchgpipe_balancing.planning.problem import Layer

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from tests.conftest import Devices
-from tests.frames.models import gradients, same
+from tests.front.models import gradients, same
 from torchgpipe import GPipe, pipelined
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

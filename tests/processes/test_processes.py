@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import torchgpipe
 from tests.distributed.launch import launch
-from tests.frames.test_processes import FEATURES, Experts
+from tests.front.test_processes import FEATURES, Experts
 from torchgpipe.devices.torch_internals import default_store
-from torchgpipe.frames import remote_doors
+from torchgpipe.run import remote_doors
 
 pytestmark = pytest.mark.slow
 

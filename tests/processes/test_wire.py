@@ -21,12 +21,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 import torchgpipe
 from tests.distributed.launch import launch
-from tests.frames.test_processes import FEATURES, Experts
-from torchgpipe.frames.abstract import Abstract, abstracted, see
+from tests.front.test_processes import FEATURES, Experts
 from torchgpipe.processes import wire
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
 from torchgpipe.processes.wire import pack, unpack
+from torchgpipe.spine.abstract import Abstract, abstracted, see
 
 
 class Bomb:

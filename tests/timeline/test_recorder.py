@@ -19,12 +19,12 @@ import torchgpipe
 from tests.clocks import clocked
 from tests.conftest import Devices, Pipe
 from tests.faults import Fault, Plan, build, rows
-from tests.frames.models import chain
+from tests.front.models import chain
 from tests.layers import With
 from tests.plain import assert_same, outcome, tensors
 from tests.skip.layers import pair
 from torchgpipe import GPipe
-from torchgpipe.frames.pipelined import pipelined_apart
+from torchgpipe.front.pipelined import pipelined_apart
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.timeline.span import Span
 from torchgpipe.timeline.timeline import Timeline

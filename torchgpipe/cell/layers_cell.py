@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from torchgpipe.batch.microbatch import Batch
 from torchgpipe.cell.cell import Cell
 from torchgpipe.cell.layers_column import LayersColumn
 from torchgpipe.devices.torch_internals import current_pass, forget_parametrizations, gradient_hooks, will_run
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.graph.function import Edge
 from torchgpipe.graph.split_backward import nodes_below
-from torchgpipe.model.microbatch import Batch
 from torchgpipe.replay.runs import Run
 
 __all__ = ["LayersCell", "SecondRun"]

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.batch.microbatch import Batch
 from torchgpipe.cell.column import Column
 from torchgpipe.cell.out_of_memory import MiniBatchFacts, add_shortage
+from torchgpipe.cell.views import starts_in_place, views_of_each
 from torchgpipe.devices.stream import Stream, Streams
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.gradients.of_calls import ParameterGradients
@@ -25,10 +27,8 @@ from torchgpipe.gradients.sums import add_to_grad
 from torchgpipe.graph.function import Edge
 from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Listener, Place, Recorder
-from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.state import copy_of_state, may_be_state, memory_of_state
-from torchgpipe.model.views import starts_in_place, views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchgpipe.batch import microbatch
+from torchgpipe.batch.microbatch import Batch, Inputs, NoChunk
 from torchgpipe.devices.torch_internals import pytree
-from torchgpipe.model import microbatch
-from torchgpipe.model.microbatch import Batch, Inputs, NoChunk
 
 __all__ = ["PositionalInputs", "gather", "scatter"]
 

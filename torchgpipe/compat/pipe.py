@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.batch.microbatch import NoChunk
 from torchgpipe.compat import arguments
 from torchgpipe.devices.device import canonical_device
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.old_keys import OldKey
 from torchgpipe.model.partition import Partition, layers_of
 from torchgpipe.model.settings import CheckpointMode

@@ -29,7 +29,7 @@ from torchgpipe.distributed.training_state import (
     restore_random,
     verify_optimizer,
 )
-from torchgpipe.frames.pipelined_module import runs_of
+from torchgpipe.front.pipelined_module import runs_of
 
 __all__ = ["Checkpoints"]
 

@@ -15,24 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchgpipe.batch import microbatch
+from torchgpipe.batch.inputs import Arguments, SplitBatch, Splitter
+from torchgpipe.batch.loss import LossFunction, Weight, verify_loss
+from torchgpipe.batch.microbatch import NoChunk
+from torchgpipe.cell.views import starts_in_place
 from torchgpipe.devices.device import canonical_device, default_device
 from torchgpipe.devices.typing import Device, Leaf, Leaves
-from torchgpipe.frames.inputs import Arguments, SplitBatch, Splitter
-from torchgpipe.frames.layout import Layout
-from torchgpipe.frames.pipelined_module import make_pipelined
-from torchgpipe.frames.sample import Study
-from torchgpipe.frames.settings import Settings
+from torchgpipe.front.pipelined_module import make_pipelined
 from torchgpipe.gradients.clip import not_for_norms
-from torchgpipe.model import microbatch
-from torchgpipe.model.loss import LossFunction, Weight, verify_loss
-from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.old_keys import by_name, take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
 from torchgpipe.model.settings import CheckpointMode, fixed, verify_checkpoint, verify_chunks
 from torchgpipe.model.values import mapped
 from torchgpipe.model.verify import verify_balance, verify_module, verify_names
-from torchgpipe.model.views import starts_in_place
 from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.processes.processes import Processes
@@ -42,6 +39,9 @@ from torchgpipe.skip.layout import SkipLayout
 from torchgpipe.skip.namespace import SkipKey
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.skip.verify import verify_skippables
+from torchgpipe.spine.layout import Layout
+from torchgpipe.spine.sample import Study
+from torchgpipe.spine.settings import Settings
 
 __all__ = ["DistributedGPipe"]
 

@@ -22,9 +22,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from torchgpipe.batch.microbatch import Batch, Skips, set_apart
 from torchgpipe.cell.layers_cell import LayersCell
 from torchgpipe.cell.layers_column import LayersColumn, Mechanisms, begin_step, make_columns
 from torchgpipe.cell.out_of_memory import facts_of
+from torchgpipe.cell.views import views_of_each
 from torchgpipe.devices.torch_internals import transforms_are_active
 from torchgpipe.devices.typing import Leaves
 from torchgpipe.drive.agenda import Agenda
@@ -32,9 +34,7 @@ from torchgpipe.drive.executor import Executor
 from torchgpipe.drive.nodes import CellNode, Recompute
 from torchgpipe.graph.dependency import fork, join
 from torchgpipe.graph.function import refuse_transforms
-from torchgpipe.model.microbatch import Batch, Skips, set_apart
 from torchgpipe.model.partition import Partition
-from torchgpipe.model.views import views_of_each
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.callers_generator import CallersGenerator
 from torchgpipe.replay.random import RandomStates

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from torchgpipe.batch.microbatch import Batch, set_apart
 from torchgpipe.cell.cell import Arrival, Export, Source
 from torchgpipe.cell.layers_cell import LayersCell
 from torchgpipe.cell.layers_column import LayersColumn, Mechanisms, begin_step, make_columns
 from torchgpipe.cell.out_of_memory import facts_of
+from torchgpipe.cell.views import Joined, joinable, views_of_each
 from torchgpipe.devices.torch_internals import shares_memory, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.drive.agenda import agenda_of
@@ -27,9 +29,7 @@ from torchgpipe.gradients.of_steps import with_gradients
 from torchgpipe.graph.cut import CutGraph
 from torchgpipe.graph.function import refuse_transforms
 from torchgpipe.listener.listener import Listener
-from torchgpipe.model.microbatch import Batch, set_apart
 from torchgpipe.model.partition import Partition
-from torchgpipe.model.views import Joined, joinable, views_of_each
 from torchgpipe.offload.aliases import make_aliases
 from torchgpipe.offload.host_copies import Half, Kept, resident, restored
 from torchgpipe.offload.host_memory import HostMemory

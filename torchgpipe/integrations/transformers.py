@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from torchgpipe.frames.pipelined_module import runs_of
-from torchgpipe.model.given import MicroBatches
+from torchgpipe.batch.given import MicroBatches
+from torchgpipe.front.pipelined_module import runs_of
 
 __all__ = ["PipelineTrainer"]
 

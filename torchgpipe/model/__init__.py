@@ -1,3 +1,3 @@
-"""From a Sequential to partitions in their places, and from a mini-batch to micro-batches."""
+"""From a Sequential to partitions in their places; nested values, what a run leaves behind, and tables that compare."""
 
 __all__: list[str] = []

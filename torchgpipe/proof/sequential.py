@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchgpipe.batch.loss import Losses
+from torchgpipe.batch.microbatch import Batch
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import parameter_like, pytree
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import cotangent
-from torchgpipe.model.loss import Losses
-from torchgpipe.model.microbatch import Batch
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import Buffers
 from torchgpipe.model.values import copy_without_graph

@@ -21,11 +21,11 @@ from torch import nn
 
 from torchgpipe.devices.device import device_module
 from torchgpipe.devices.stream import Stream, Tick
-from torchgpipe.frames.pipeline import Pipeline
-from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.front.pipelined import runs_of
 from torchgpipe.gpipe import GPipe
 from torchgpipe.listener.listener import End, Kind, Place, Recorder
 from torchgpipe.model.values import dotted
+from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline

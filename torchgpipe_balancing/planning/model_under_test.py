@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchgpipe.batch.inputs import Arguments, arguments_of, resized
+from torchgpipe.batch.microbatch import NoChunk
+from torchgpipe.batch.outputs import own_loss
 from torchgpipe.devices.torch_internals import pytree
-from torchgpipe.frames.arrange import arrange
-from torchgpipe.frames.inputs import Arguments, arguments_of, resized
-from torchgpipe.frames.outputs import own_loss
-from torchgpipe.frames.pipelined import pipelined_apart, verify_module
-from torchgpipe.frames.sample import Study, study
-from torchgpipe.frames.settings import Settings
+from torchgpipe.front.pipelined import pipelined_apart, verify_module
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.microbatch import NoChunk
 from torchgpipe.model.values import each, mapped
 from torchgpipe.schedule import Schedule
 from torchgpipe.skip.tracker import SkipTracker
+from torchgpipe.spine.arrange import arrange
+from torchgpipe.spine.sample import Study, study
+from torchgpipe.spine.settings import Settings
 from torchgpipe_balancing.walk import copied, layers_of
 
 __all__ = ["AnyModule", "Config", "Layers", "ModelUnderTest", "apply", "prepare_model", "release_memory"]

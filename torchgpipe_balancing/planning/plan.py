@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchgpipe.batch.given import MicroBatches
+from torchgpipe.batch.microbatch import chunk_sizes
 from torchgpipe.devices.device import canonical_device, working_devices
 from torchgpipe.devices.memory import read_size, shown_size
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
-from torchgpipe.model.given import MicroBatches
-from torchgpipe.model.microbatch import chunk_sizes
 from torchgpipe.schedule import NAMES, ScheduleName
 from torchgpipe.schedule.programs import RESIDENT, verified
 from torchgpipe_balancing.measure import undisturbed

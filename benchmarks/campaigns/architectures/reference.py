@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.campaigns.architectures.catalogue import Architecture, Call
-from torchgpipe.frames.outputs import CacheOfMicroBatches
+from torchgpipe.batch.outputs import CacheOfMicroBatches
 
 __all__ = ["TOLERANCE", "Run", "compare", "loss_of", "micro_batches", "run_plain", "shares_of", "state"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchgpipe
 from tests.balancing.planning.models import WIDTH, Residual, mlp
-from torchgpipe.frames import arrange
+from torchgpipe.spine import arrange
 from torchgpipe_balancing.planning.model_under_test import Config, prepare_model
 
 CPUS = [torch.device("cpu", k) for k in range(2)]
@@ -87,7 +87,7 @@ def test_fewer_parts_than_the_schedules_with_two_partitions_a_device_want(layers
 
 def test_what_is_only_measured_is_not_proved(monkeypatch: Any) -> None:
     proofs: list[nn.Module] = []
-    monkeypatch.setattr("torchgpipe.frames.pipelined._prove", lambda runs, *_, **__: proofs.append(runs.module))
+    monkeypatch.setattr("torchgpipe.front.pipelined._prove", lambda runs, *_, **__: proofs.append(runs.module))
     model = Model()
     plan = torchgpipe.plan(
         model, sample(), batch=8, devices=["cpu:0", "cpu:1"], seconds=0, trials=0, no_chunk=["table"]

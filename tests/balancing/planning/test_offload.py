@@ -11,7 +11,7 @@ from torch import nn
 
 import torchgpipe
 from tests.balancing.planning.models import Residual, mean, mlp
-from torchgpipe.frames.pipelined import runs_of
+from torchgpipe.front.pipelined import runs_of
 from torchgpipe_balancing.planning import offload
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.offload import OffloadPlan

@@ -1,0 +1,263 @@
+"""What a module of another process returns here: stand-ins, whose forms follow from those of the arguments.
+
+A module runs in its own process only. What it returns, what it puts into its arguments and its attributes, and what
+hooks inside see, that process publishes when the module first gets arguments of some forms; the others look it up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchgpipe.devices.torch_internals import call_hooks, versions
+from torchgpipe.model.values import container, is_cache, mapped, refill, walk
+from torchgpipe.processes.processes import Processes
+from torchgpipe.processes.stand_in import StandIn
+from torchgpipe.processes.wire import register
+from torchgpipe.run.hooked import HookedCalls, show_calls
+from torchgpipe.run.kept import KeptAttributes, Place, put_values, values_of
+from torchgpipe.spine.abstract import Abstract, abstracted, described, leaves_of, without_devices
+from torchgpipe.spine.door import Door
+from torchgpipe.spine.settings import Settings
+
+__all__ = ["RemoteDoors"]
+
+
+#: The most calls that are remembered, and the most that are in the store.
+_MOST, _MOST_STORED = 10_000, 2_000
+
+
+@register
+class _Effect(NamedTuple):
+    """What a call of a module does, as far as other processes need to know it.
+
+    Attributes:
+        forms: what it returns, what hooks inside see, what it leaves in attributes, and the arguments behind it, if it
+            has changed a list or a dict among them
+        hooked: the names of the modules inside that have hooks, in the order of their calls; see `HookedCalls`
+        changed: the numbers of the tensors among its arguments that it changes in place
+        attributes: which attributes it sets; see `KeptAttributes`
+    """
+
+    forms: Abstract
+    hooked: list[str]
+    changed: list[int]
+    attributes: list[Place]
+
+
+class _Noted(NamedTuple):
+    """A call of a module of this process.
+
+    Attributes:
+        key: what tells it from others
+        given: the tensors among its arguments
+        held: what lists and dicts among them hold; None if there are none
+        hooked: what hooks inside see
+        versions: of the tensors, if the call is the first of its kind
+        attributes: of the module, if the call is the first of its kind
+    """
+
+    key: Any
+    given: list[Tensor]
+    held: list[int] | None
+    hooked: HookedCalls
+    versions: list[int]
+    attributes: KeptAttributes | None
+
+
+class RemoteDoors:
+    """The calls of modules whose columns are in several processes.
+
+    Args:
+        processes: the processes
+        settings: the settings of the model
+    """
+
+    def __init__(self, processes: Processes, settings: Settings) -> None:
+        self._processes, self._settings = processes, settings
+        self._kinds = sorted({device.type for device in settings.devices})
+        self._modes = 0
+        #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
+        self._hooks: dict[Door, list[dict[int, Any]]] = {}
+        #: What modules of other processes do.
+        self._known: dict[Any, _Effect] = {}
+        #: Of modules of this process, what others may have been told, and what tells that from all else: the forms that
+        #: the module returns, and leaves in attributes and arguments.
+        self._published: dict[Any, tuple[_Effect, Any]] = {}
+        #: The attributes that modules of this process have set in any call: others have stand-ins there.
+        self._attributes: dict[str, set[Place]] = {}
+
+    def use(self, modes: int) -> None:
+        """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained.
+
+        All processes have ended the mini-batch before, so nobody waits for what is forgotten here.
+        """
+        self._modes, self._hooks = modes, {}
+        if len(self._published) > _MOST_STORED:
+            for key in self._published:
+                self._processes.withdraw(_word_of(key))
+            self._published.clear()
+
+    def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Return what tells a call from others as far as forms go, and the tensors among the arguments."""
+        given: list[Tensor] = []
+        casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._kinds]
+        flags = door.name, self._modes, torch.is_grad_enabled(), self._has_hooks(door), *casts
+        return (flags, described(args, given), described(kwargs, given)), given
+
+    def _has_hooks(self, door: Door) -> bool:
+        """Return whether modules have hooks now, which may see what they return."""
+        return self._settings.is_whole and any(self._hooks_of(door))
+
+    def _hooks_of(self, door: Door) -> list[dict[int, Any]]:
+        hooks = self._hooks.get(door)
+        if hooks is None:  # Walking through the modules takes as long as all of the rest.
+            hooks = self._hooks[door] = [kind for child in door.module.modules() for kind in call_hooks(child)]
+        return hooks
+
+    # ------------------------------------------------------------------------------------------------- of this process
+
+    def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
+        """Note a call of a module of this process."""
+        key, given = self._note(door, args, kwargs)
+        hooked = HookedCalls(door.module, is_needed=self._has_hooks(door))
+        held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
+        if key in self._published:
+            return _Noted(key, given, held, hooked, [], None)
+        return _Noted(key, given, held, hooked, versions(given), KeptAttributes(door.module))
+
+    def end(
+        self, door: Door, noted: _Noted, args: Any, kwargs: Any, output: Any, tensors: Sequence[Tensor]
+    ) -> tuple[list[Place], list[Tensor]]:
+        """Publish what a module has done, the first time.
+
+        Args:
+            door: the door
+            noted: what `begin` has returned
+            args, kwargs: the arguments
+            output: what the module has returned
+            tensors: the tensors in that
+
+        Returns:
+            the attributes that the module has set, and the arguments that it has changed in place
+
+        Raises:
+            RuntimeError: the module has done something else for such arguments before, or has returned a stand-in.
+        """
+        key, given, held, hooked, before, attributes = noted
+        if any([isinstance(tensor, StandIn) for tensor in tensors]):
+            raise RuntimeError(
+                f"'{door.name}' has computed with a tensor of another process that was no argument of it; pass it as "
+                "an argument: an attribute, a closure or a global is not sent"
+            )
+        is_filled = held is not None and held != _held((args, kwargs))
+        arguments = (args, kwargs) if is_filled else None
+        if attributes is not None:
+            changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
+            places = self._attributes.setdefault(door.name, set())
+            places.update(attributes.set_since() if self._settings.is_whole else ())
+            forms = abstracted((output, hooked.seen, values_of(door.module, sorted(places)), arguments), given)
+            effect = _Effect(forms, hooked.names, changed, sorted(places))
+        else:
+            effect, _ = self._published[key]
+        kept = values_of(door.module, effect.attributes)
+        returned = described((output, kept, arguments), [])
+        if attributes is not None:
+            self._published[key] = effect, returned
+            self._processes.publish(_word_of(key), effect)
+        leaves = effect.forms.leaves[: len(tensors)]
+        if returned != self._published[key][1] or leaves_of(tensors, given) != leaves:
+            now = "has changed a list or a dict that it was given" if is_filled else f"returns {_shown(output)}"
+            for (_, name), value in zip(effect.attributes, kept):
+                now += f" with {_shown(value)} as its attribute '{name}'"
+            raise RuntimeError(
+                f"'{door.name}' {now}, and did something else before for arguments of the same shapes: other processes "
+                "cannot know that; let shapes, numbers and what there is depend on the shapes of the arguments alone, "
+                "return numbers as tensors, count in a buffer, or give a balance that keeps the module and all that "
+                "use it in one process"
+            )
+        return effect.attributes, [given[k] for k in effect.changed]
+
+    # ----------------------------------------------------------------------------------------------- of other processes
+
+    def pass_by(
+        self,
+        door: Door,
+        args: Any,
+        kwargs: Any,
+        column: int,
+        import_all: Callable[[list[Tensor]], list[Tensor]],
+        replace: Callable[[Tensor], object],
+        hear: Callable[[Callable[[], _Effect]], _Effect],
+    ) -> Any:
+        """Do here what a module of another process does there, and return what it returns, with stand-ins.
+
+        Every process passes by most modules of a model, so this walks through the arguments once.
+
+        Args:
+            door: the door
+            args, kwargs: the arguments, not imported yet
+            column: the column of the module
+            import_all: imports the tensors among them, and in caches among them
+            replace: lets the column own an argument that all processes have had until now
+            hear: returns what a function does that waits for the other process
+        """
+        key, given = self._note(door, args, kwargs)
+        imported = import_all(given)
+        if [one.requires_grad for one in imported] != [one.requires_grad for one in given]:
+            # A tensor that all processes have was changed in place by a column that trains.
+            new = {id(one): other for one, other in zip(given, imported)}
+            key, _ = self._note(door, *mapped((args, kwargs), lambda one: new[id(one)], objects=True))
+        effect = self._known.get(key)
+        if effect is None:
+            owner, what = self._processes.owners[column], f"the shapes that '{door.name}' returns"
+            effect = hear(partial(self._processes.look_up, _word_of(key), owner, what))
+            if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
+                self._known.clear()
+            self._known[key] = effect
+        output, seen, kept, arguments = effect.forms.made(imported, column, self._settings.devices[column])
+        _change(imported, effect.changed, replace)
+        show_calls(door.module, effect.hooked, seen)
+        put_values(door.module, effect.attributes, kept)
+        if arguments is not None:
+            originals = {id(one): other for one, other in zip(imported, given)}
+            refill((args, kwargs), mapped(arguments, lambda one: originals.get(id(one), one), objects=True))
+        return output
+
+
+@torch.no_grad()
+def _change(given: list[Tensor], changed: list[int], replace: Callable[[Tensor], object]) -> None:
+    """Change arguments in place: a stand-in has versions and a home, and of others a column has the values now."""
+    for k in changed:
+        if isinstance(given[k], StandIn):
+            given[k].zero_()
+        else:
+            replace(given[k])
+
+
+def _held(value: Any) -> list[int]:
+    """Return the identities of all that containers hold, which a call may change."""
+    return [id(item) for path, item in walk(value, objects=True) if path and not is_cache(item)]
+
+
+def _can_change(value: Any) -> bool:
+    """Return whether the arguments of a call hold lists, dicts or objects that the call might change."""
+    args, kwargs = value
+    held = walk((*args, *kwargs.values()), objects=True)
+    return any([not isinstance(item, tuple) and container(item, objects=True) is not None for _, item in held])
+
+
+def _shown(value: Any) -> list[Any]:
+    """Return the shapes of the tensors in a value, and its numbers and words."""
+    items = [item for _, item in walk(value, objects=True) if container(item, objects=True) is None]
+    return [tuple(item.shape) if isinstance(item, Tensor) else item for item in items]
+
+
+def _word_of(key: Any) -> str:
+    """Return a key as a word that is the same in all processes: devices have other numbers, and stand-ins strides."""
+    return re.sub(r"stride=\([^)]*\)", "", without_devices(repr(key)))
