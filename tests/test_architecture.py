@@ -62,7 +62,7 @@ CAPS = {
         "devices": 644,
         "schedule": 610,
         "skip": 318,
-        "processes": 767,
+        "processes": 742,
         "replay": 854,
         "model": 1096,
         "batch": 1238,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19136
+TOTAL = 19111
 
 #: The tokens that do not make a line one of code.
 SILENT = {

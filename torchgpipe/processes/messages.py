@@ -15,7 +15,6 @@ back to the device.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -26,18 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchgpipe.devices.torch_internals import versions
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.processes.elements import elements_of, restored, sent_shape
 from torchgpipe.processes.pauses import Pauses
-from torchgpipe.processes.stand_in import Form
 from torchgpipe.processes.wire import in_two, pack, size_of_rest, unpack
 
 __all__ = ["Messages"]
 
 
-class _Asked(NamedTuple):
-    """The bytes of a message that is to be received, and what waits for them."""
+class _Message(NamedTuple):
+    """The bytes of a message that is sent or is to be received, and what waits for them."""
 
     data: Tensor
     work: Any
@@ -56,38 +52,20 @@ class Messages:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._sending: deque[tuple[Any, Tensor, Tensor, int]] = deque()
+        self._sending: deque[_Message] = deque()
         self._lock = threading.Lock()
         #: By the rank that it comes from and its tag, what is expected, and what was asked for.
         self._expected: dict[tuple[int, int], int] = {}
-        self._asked: dict[tuple[int, int], _Asked] = {}
-        self._abandoned: list[_Asked] = []
+        self._asked: dict[tuple[int, int], _Message] = {}
+        self._abandoned: list[_Message] = []
         self.counts: Counter[str] = Counter()
         self.pauses = Pauses()
 
-    def send(self, tensor: Tensor, to: int, tag: int, what: str = "tensors") -> None:
-        """Send the values of a tensor, which must not change before they have left; see `flush`."""
-        given, flat = tensor.detach(), elements_of(tensor.detach())
-        if not flat.numel():
-            return
-        self.counts[f"{what} sent"] += 1
-        self.counts[f"{what} bytes"] += flat.nbytes
-        self._begin_to_send(given, flat.cpu(), to, tag)
-
-    def _begin_to_send(self, given: Tensor, flat: Tensor, to: int, tag: int) -> None:
+    def _begin_to_send(self, data: Tensor, to: int, tag: int) -> None:
         with self._lock:
-            while self._sending and self._sending[0][0].is_completed():
-                self._verify(*self._sending.popleft())
-            work = dist.isend(flat, group=self._group, group_dst=to, tag=tag)
-            self._sending.append((work, given, flat, versions([given])[0]))
-
-    def receive(self, form: Form, source: int, tag: int) -> Tensor:
-        """Return a tensor of this form with the values that come from ``source``."""
-        if not all(form.shape):
-            return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-        flat = torch.empty(math.prod(sent_shape(form)), dtype=form.dtype)
-        self.pauses.wait(partial(dist.recv, flat, group=self._group, group_src=source, tag=tag))
-        return restored(flat.to(form.device), form)
+            while self._sending and self._sending[0].work.is_completed():
+                self._sending.popleft()
+            self._sending.append(_Message(data, dist.isend(data, group=self._group, group_dst=to, tag=tag)))
 
     def send_tensors(self, tensors: Sequence[Leaf], size: int, to: int, tag: int, what: str) -> None:
         """Send tensors, and which of them exist, with their strides: sums in another order round.
@@ -103,7 +81,7 @@ class Messages:
         self.counts[f"{what} sent"] += len(sizes)
         self.counts[f"{what} bytes"] += sum(sizes)
         packed = pack([*tensors], size)
-        self._begin_to_send(packed, packed, to, tag)
+        self._begin_to_send(packed, to, tag)
 
     def expect(self, size: int, source: int, tag: int) -> None:
         """Let `ask` make room for the next tensors with a tag, which `receive_tensors` returns."""
@@ -128,20 +106,20 @@ class Messages:
         tensors: list[Leaf] = unpack(data, device)
         return tensors
 
-    def _asked_for(self, size: int, source: int, tag: int) -> _Asked:
+    def _asked_for(self, size: int, source: int, tag: int) -> _Message:
         with self._lock:
             self._expected.pop((source, tag), None)
             return self._asked.pop((source, tag), None) or self._ask(size, source, tag)
 
-    def _ask(self, size: int, source: int, tag: int) -> _Asked:
+    def _ask(self, size: int, source: int, tag: int) -> _Message:
         data = torch.empty(size, dtype=torch.uint8)
-        return _Asked(data, dist.irecv(data, group=self._group, group_src=source, tag=tag))
+        return _Message(data, dist.irecv(data, group=self._group, group_src=source, tag=tag))
 
     def tell(self, value: Any, to: Sequence[int], tag: int) -> None:
         """Send plain data and tensors to several processes; see `pack`."""
         for part in filter(len, in_two(value)):
             for rank in to:
-                self._begin_to_send(part, part, rank, tag)
+                self._begin_to_send(part, rank, tag)
 
     def hear(self, source: int, tag: int) -> Any:
         """Return what `tell` of ``source`` has sent."""
@@ -153,22 +131,10 @@ class Messages:
         return unpack(torch.cat([first, rest]))
 
     def flush(self) -> None:
-        """Wait until all has left.
-
-        Raises:
-            RuntimeError: a tensor was changed before that.
-        """
+        """Wait until all has left."""
         while self._sending:
             with self._lock:
                 sent = self._sending.popleft()
-            sent[0].wait()
-            self._verify(*sent)
+            sent.work.wait()
         while self._abandoned:
             self._abandoned.pop().work.wait()
-
-    def _verify(self, _: Any, tensor: Tensor, sent: Tensor, version: int) -> None:
-        if versions([tensor]) != [version]:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} was changed in place while it was sent to another process; "
-                "change a copy, tensor.clone()"
-            )
