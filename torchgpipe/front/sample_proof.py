@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.batch.given import MicroBatches
 from torchgpipe.batch.inputs import Arguments, SplitBatch, resized, window_of
 from torchgpipe.batch.outputs import join, verify_known
+from torchgpipe.batch.rule import Rule
 from torchgpipe.cell.cell import Export
 from torchgpipe.devices.torch_internals import is_of_compiler
 from torchgpipe.front.proof_plain import PlainSide
@@ -50,6 +51,7 @@ _Gradients: TypeAlias = dict[str, tuple[int, Fingerprint | None]]
 
 register(Compared)
 register(Fingerprint)
+register(Rule)
 
 
 def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies: bool = True) -> FramesProof:
