@@ -10,11 +10,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 __all__ = [
-    "TWO", "Block", "Chain", "Decoder", "batch", "chain", "decoder", "expect_plain", "gradients", "plain_loss", "same",
-    "sample_of",
+    "TWO", "Block", "Chain", "Decoder", "Hidden", "batch", "chain", "decoder", "expect_plain", "gradients",
+    "plain_loss", "same", "sample_of",
 ]  # fmt: skip
 
 TWO = ["cpu:0", "cpu:1"]
+
+
+class Hidden(torch.autograd.Function):
+    """A product that no function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y, (grad * x).sum_to_size(y.shape)
 
 
 class Chain(nn.Module):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 
+from tests.front.models import Hidden
 from tests.recipes import WAYS, Keeps
 
 __all__ = [
@@ -408,20 +409,6 @@ move("hidden")(lambda run, x, y, k: Hidden.apply(x, y))
 move("reentrant")(lambda run, x, y, k: checkpoint(torch.mul, x, y.tanh(), use_reentrant=True))
 move("changed earlier")(lambda run, x, y, k: x + y.mul_(1.5) if y.grad_fn is not None else None)
 move("two axes")(lambda run, x, y, k: x[:, None, :].expand(-1, 2, -1).reshape(-1, WIDTH)[:: 1 + k % 2])
-
-
-class Hidden(torch.autograd.Function):
-    """A product that no function mode sees."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        x, y = ctx.saved_tensors
-        return grad * y, grad * x
 
 
 @move("thread pool")

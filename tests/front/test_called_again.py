@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.front.models import TWO, Block, chain, gradients, same
+from tests.front.models import TWO, Block, Hidden, chain, gradients, same
 from torchgpipe import is_recomputing, pipelined
 from torchgpipe.spine.arrange import _seconds
 from torchgpipe.spine.layout import Part
@@ -136,20 +136,6 @@ class Turned(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.turn.cos()
-
-
-class Hidden(torch.autograd.Function):
-    """A product that no function mode sees."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        x, y = ctx.saved_tensors
-        return grad * y, (grad * x).sum(0)
 
 
 class Scaled(nn.Module):
