@@ -1,7 +1,7 @@
 """Train a Sequential over several processes, each of which holds the layers of its own partitions.
 
-This is a front of `torchgpipe.frames`: it runs a model whose modules are the partitions, one behind the other. Those of
-other processes have no layers here. Which module belongs where is known beforehand, so there is no sample to run.
+This is a front of `torchgpipe.pipeline`: it runs a model whose modules are the partitions, one behind the other. Those
+of other processes have no layers here. Which module belongs where is known beforehand, so there is no sample to run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Running a program: the actions of each device, forward and backward.
 
 The graph is cut where a partition begins, so the backward of a cell is a call, and a program says when it comes. Two
-*fronts* give the cells: micro-batches of a Sequential (`step`), and frames of any module (`torchgpipe.frames`). A third
+*fronts* give the cells: micro-batches of a Sequential (`step`), and frames of any module (`torchgpipe.run`). A third
 runs forward actions only, and leaves the caller a graph, which autograd drives (`autograd`).
 
     F(i, j)   computes the cell; what it hands to later cells is noted there, with where its gradient arrives
