@@ -112,8 +112,7 @@ class ForwardPass:
         accelerators = {column.stream.device for column in self.columns if column.stream.device.type != "cpu"}
         # Autograd has a thread for each of them, but one thread for all devices of the CPU.
         generator = CallersGenerator() if len(accelerators) > 1 and self._ambient.builds_graph else None
-        numbers = {action: number for number, action in enumerate(self._actions)}
-        agenda = Agenda(self._actions, [[numbers[Action("F", i, j - 1)]] if j else [] for _, i, j in self._actions])
+        agenda = Agenda(self._actions, [] if self._in_one_thread else self._needs())
         Executor(self, self._ambient, in_one_thread=self._in_one_thread).run(agenda, self._ambient)
         self.columns[0].random.forget()  # The last state takes kilobytes.
         # Recomputation of the last micro-batch can start on every device when backward starts.
@@ -122,6 +121,11 @@ class ForwardPass:
             _tie(self._batches[-1], open_lanes)
         if generator is not None:
             generator.watch([leaf for batch in self._batches for leaf in batch.leaves])
+
+    def _needs(self) -> list[list[int]]:
+        """Return what each action needs, for workers: the cell whose output it takes."""
+        numbers = {action: number for number, action in enumerate(self._actions)}
+        return [[numbers[Action("F", i, j - 1)]] if j else [] for _, i, j in self._actions]
 
     # ------------------------------------------------------------------------------- what the executor asks of a front
 

@@ -58,7 +58,6 @@ class Comparison:
 
     def __init__(self, epsilon: float) -> None:
         self.rows: list[Compared] = []
-        self._epsilon = epsilon
         #: How much two results may differ, relative to their size: by other shapes, or by another order of sums.
         self.loose, self.tight = math.sqrt(epsilon), min(256 * epsilon, 1 / 16)
         #: What could not be compared, with the reason.

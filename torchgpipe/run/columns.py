@@ -55,7 +55,7 @@ class Columns(list[Column]):
         devices: the device of each column
         members: the numbers of the partitions of each column
         recomputed: the columns with modules that run again at backward
-        checkpoint: the micro-batches in which they do, if not in all; see `Settings`
+        checkpoint, is_whole: see `Settings`
         crossed: what the first micro-batch has carried from partition to partition
         copies: whether tensors are copied from column to column
     """
@@ -81,7 +81,7 @@ class Columns(list[Column]):
         self.streams, self.aliases, self.owner = streams, aliases, owner
         self.listener, self.patience = listener, patience
         self.devices, self.members = settings.devices, settings.members
-        self.checkpoint = settings.checkpoint
+        self.checkpoint, self.is_whole = settings.checkpoint, settings.is_whole
         self.recomputed = {settings.column_of(name) for name in settings.recomputed}
         self.processes, self.remote_doors, self.users = processes, remote_doors, users or {}
         self.buffers = buffers or {}

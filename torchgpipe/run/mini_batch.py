@@ -134,7 +134,7 @@ class MiniBatch:
         # The last column waits for no gradient. Weights that are in host memory come for backward alone.
         ahead = columns.recomputed - {self._n - 1} if not self._residence.has_copies else set[int]()
         counts = [self._m if j in ahead else 0 for j in range(self._n)]
-        keeps = columns.checkpoint is not None
+        keeps = not columns.is_whole
         if keeps:
             counts = [checkpoint_stop(columns.checkpoint, self._m)] * self._n
         self._agenda = _agenda_of(tuple(map(tuple, program)), mine, tuple(counts), keeps, backward=backward)
@@ -196,11 +196,10 @@ class MiniBatch:
     def run_columns_backward(self, after: Callable[[int], None], *, split: bool) -> None:
         """Run all backward actions, in this thread, column by column, and call ``after`` with each column."""
         with self.aliases.installed():
-            executor = self._executor()
             kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
             for j in filter(self.columns.is_mine, reversed(range(self._n))):
                 actions = [Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds]
-                executor.run(Agenda(actions, []), self._ambient)
+                self._executor().run(Agenda(actions, []), self._ambient)
                 after(j)
         self._verified()
 
@@ -287,7 +286,7 @@ class MiniBatch:
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`; modules of the model's own recompute, and nobody can tell them not to."""
         frame = self._frames[i]
-        frame.recomputes = recomputes or self.columns.checkpoint is None
+        frame.recomputes = recomputes or self.columns.is_whole
         forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
             with self._numbers_passed_on(i, j), self.random_numbers.of(i, self.columns.devices[j]):
