@@ -103,13 +103,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
         host: dict[Any, float] = {}
         for offload in (False, "weights", True):
             plain = Chain([pinned_block() for _ in range(blocks)])
-            options: Any = {
-                "devices": ["late:0"] * blocks,
-                "chunks": chunks,
-                "loss_fn": mean,
-                "reduce": "mean",
-                "verify": False,
-            }
+            options: Any = {"devices": ["late:0"] * blocks, "chunks": chunks, "loss_fn": mean, "verify": False}
             options |= {"checkpoint": True, "schedule": "LayerMajor", "balance": [1] * blocks}
             options |= {"offload": offload, "slots": SLOTS} if offload else {}
             model: Any = torchgpipe.pipelined(plain, (inputs(1, "cpu"),), **options)

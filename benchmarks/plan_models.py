@@ -67,7 +67,7 @@ def plan_of(request: Request) -> tuple[PlanModel, torchgpipe.Plan]:
     """Return the model of a request, and its plan on two devices of a core each."""
     torch.set_num_threads(2)
     about = plan_model(request["family"], request["seed"], request["shrink"])
-    options: Any = {"devices": DEVICES, "optimizer": torch.optim.AdamW, "loss_fn": mean_of_squares, "reduce": "mean"}
+    options: Any = {"devices": DEVICES, "optimizer": torch.optim.AdamW, "loss_fn": mean_of_squares}
     return about, torchgpipe.plan(about.model, about.sample, batch=about.batch, seconds=request["seconds"], **options)
 
 

@@ -111,14 +111,7 @@ def stepping(
         mode: what is recomputed
         calls: whether the mini-batch is a call and a backward, and no step
     """
-    how: dict[str, Any] = {
-        "devices": devices,
-        "chunks": m,
-        "schedule": schedule,
-        "loss_fn": mean,
-        "reduce": "mean",
-        "checkpoint": mode,
-    }
+    how: dict[str, Any] = {"devices": devices, "chunks": m, "schedule": schedule, "loss_fn": mean, "checkpoint": mode}
     model: Any
     if sample is None:
         model = GPipe(nn.Sequential(*blocks), [1] * len(blocks), **how)
@@ -414,7 +407,7 @@ def recorded(args: argparse.Namespace) -> dict[str, Any]:
     seconds = args.sleep / 2
     x = torch.zeros(MICRO_BATCHES, 1, requires_grad=True)  # So that the first block has both paths of backward.
     blocks = nn.Sequential(*[Sleeping(seconds / 2) for _ in range(2 * DEVICES)])
-    how: dict[str, Any] = {"chunks": MICRO_BATCHES, "checkpoint": "never", "loss_fn": mean, "reduce": "mean"}
+    how: dict[str, Any] = {"chunks": MICRO_BATCHES, "checkpoint": "never", "loss_fn": mean}
     model = GPipe(blocks, [2] * DEVICES, devices=cpus(range(DEVICES)), **how)
     model.step(x)
     with torchgpipe.record(model, steps=1) as timeline:

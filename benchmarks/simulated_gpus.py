@@ -45,14 +45,7 @@ def model_of(n: int, m: int, seconds: float, where: dict[str, Any]) -> Any:
     model = Chain([Sleeping(seconds) for _ in range(n)])
     balance = {f"blocks.{k}": k for k in range(n)}
     # Without a proof, which would sleep, too.
-    how: dict[str, Any] = {
-        "chunks": m,
-        "balance": balance,
-        "schedule": SCHEDULE,
-        "verify": False,
-        "loss_fn": mean,
-        "reduce": "mean",
-    }
+    how: dict[str, Any] = {"chunks": m, "balance": balance, "schedule": SCHEDULE, "verify": False, "loss_fn": mean}
     return torchgpipe.pipelined(model, (torch.zeros(2, 1),), **how, **where)
 
 

@@ -182,7 +182,7 @@ def step(peer: str, request: Request) -> Answer:
     devices, m, n = request["devices"], request["m"], request["n"]
     layers = tiny_layers(n, request["parameters"])
     how = {"devices": devices, "chunks": m, "checkpoint": request["mode"], "schedule": request["schedule"]}
-    model: Any = GPipe(layers, [1] * n, loss_fn=mean, reduce="mean", **how)
+    model: Any = GPipe(layers, [1] * n, loss_fn=mean, **how)
     x = torch.randn(tiny_shape(request)).to(devices[0])
     runs: dict[str, Callable[[], object]] = {
         "call": lambda: torch.autograd.backward(mean(model(x))),
@@ -220,7 +220,7 @@ def pipelined(peer: str, request: Request) -> Answer:
         return Chain(tiny_layers(count), request["glue"])
 
     how = {"chunks": m, "devices": request["devices"], "balance": [count // 2, count - count // 2]}
-    model: Any = pipelined_model(made(), (x[:ROWS],), loss_fn=mean, reduce="mean", **how)
+    model: Any = pipelined_model(made(), (x[:ROWS],), loss_fn=mean, **how)
     runs: dict[str, Callable[[], object]] = {
         "plain": one_by_one(made(), x, m),
         "step": lambda: model.step(x),

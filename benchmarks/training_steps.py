@@ -89,7 +89,7 @@ def scheduled(module: nn.Sequential, x: Tensor, request: Request) -> Step:
     from torchgpipe import GPipe
 
     how = {"devices": request["devices"], "chunks": request["m"], "schedule": request["schedule"]}
-    model: Any = GPipe(module, request["balance"], checkpoint="never", loss_fn=loss, reduce="mean", **how)
+    model: Any = GPipe(module, request["balance"], checkpoint="never", loss_fn=loss, **how)
     target = torch.zeros(len(x), device=request["devices"][-1])
     return lambda: model.step(x, target)
 

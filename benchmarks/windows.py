@@ -211,13 +211,7 @@ class Cluster:
     def model(self, front: str, schedule: ScheduleName, chunks: int) -> Any:
         """Return a pipeline with a block on each device."""
         blocks = [GPTBlock().to(torch.bfloat16) for _ in range(self.n)]
-        how = {
-            "devices": [f"late:{k}" for k in range(self.n)],
-            "chunks": chunks,
-            "schedule": schedule,
-            "loss_fn": mean,
-            "reduce": "mean",
-        }
+        how = {"devices": [f"late:{k}" for k in range(self.n)], "chunks": chunks, "schedule": schedule, "loss_fn": mean}
         return FRONTS[front](blocks, inputs(1, "cpu"), how)
 
     def costs(self, tokens: int) -> dict[str, float]:
@@ -375,9 +369,7 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
     xs = x.split(ROWS)
     for front, threads in product(FRONTS, ("inline", "workers")):
         devices = ["cpu"] * n if threads == "inline" else cpus(range(n))
-        model = FRONTS[front](
-            list(tiny_layers(n)), x, {"devices": devices, "chunks": m, "loss_fn": mean, "reduce": "mean"}
-        )
+        model = FRONTS[front](list(tiny_layers(n)), x, {"devices": devices, "chunks": m, "loss_fn": mean})
         ways: dict[str, dict[str, Callable[[], object]]] = {
             "step": {"split": partial(model.step, x), "given": lambda model=model: model.step(MicroBatches(xs))},
             "call": {

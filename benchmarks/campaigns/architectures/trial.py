@@ -122,7 +122,7 @@ def pipeline(architecture: Architecture, model: nn.Module, way: Way, **options: 
     # The catalogue knows what its experts do.
     warnings.filterwarnings("ignore", message=".* differ between rows together and rows apart")
     if architecture.loss is not None:
-        options |= {"loss_fn": lambda output, target: architecture.loss(output), "reduce": "mean"}  # type: ignore[misc]
+        options["loss_fn"] = lambda output, target: architecture.loss(output)  # type: ignore[misc]
     elif architecture.explicit:
         options["weight"] = architecture.weight
     if way.balance is not None:
