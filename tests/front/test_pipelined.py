@@ -582,9 +582,7 @@ def test_calls_that_are_refused() -> None:
 @pytest.mark.parametrize("call", ["forward", "step", "no_grad"])
 def test_what_cannot_be_split_is_told_by_its_class_and_once(call: str) -> None:
     graph = Graph(X)
-    model: Any = pipelined(
-        made(on_graphs)(), (graph,), chunks=2, devices=TWO, loss_fn=lambda y, _: y.mean(), reduce="mean"
-    )
+    model: Any = pipelined(made(on_graphs)(), (graph,), chunks=2, devices=TWO, loss_fn=lambda y, _: y.mean())
     with torch.set_grad_enabled(call != "no_grad"), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -889,9 +887,7 @@ def test_few_frames_are_under_way_at_a_time(schedule: str, places: list[int]) ->
 
 def test_a_step_does_not_pass_by_a_forward_of_the_models_own() -> None:
     """A forward that was set on the pipelined model was left out by steps, and ran in calls only."""
-    model: Any = pipelined(
-        sequential(), X[:2], chunks=2, devices=TWO, loss_fn=lambda output, _: output.mean(), reduce="mean"
-    )
+    model: Any = pipelined(sequential(), X[:2], chunks=2, devices=TWO, loss_fn=lambda output, _: output.mean())
     expected = model.step(X)
     own = model.forward
     model.forward = lambda x: own(x) * 2
