@@ -182,7 +182,7 @@ class _OfNumpy(_Twister):
 
     def _look(self) -> bytes:
         address: int = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
-        return string_at(address, 12) + string_at(address + 4 * _WORDS, 4)
+        return string_at(address + 4 * (_WORDS - 3), 16)  # The last three words, and the position behind them.
 
     def _get(self) -> tuple[Sequence[int], int, float | None]:
         state: Any = np.random.get_state()

@@ -13,7 +13,7 @@ PyTorch read, define and override them, so PyTorch cannot change them quietly.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
@@ -277,13 +277,16 @@ def profiler_runs() -> bool:
 # ------------------------------------------------------------------------------------------------------------ tensors
 
 
-def versions(tensors: Iterable[Tensor | None]) -> list[int]:
+def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """Return the version of each tensor, which counts changes in place; 0 for None and for inference tensors.
 
     A second run must find the inputs, parameters and buffers of the first. Since 2.0; `torch.autograd.graph` documents
     the counter, but has no public name for it. Without it, a changed tensor would give other gradients silently.
     """
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # Asking each tensor before would take as long again, in every cell.
+        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 #: Add to each tensor of a list the one at its position in another, in place, as one call.

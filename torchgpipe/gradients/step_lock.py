@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torchgpipe.devices.interrupts import uninterrupted
@@ -62,23 +63,34 @@ class StepLock:
         holder = object()
         token = calls.set((*outer, holder))
         try:
-            with self._changed:
-                self._waiting += alone
-                try:
-                    self._changed.wait_for(
-                        lambda: not (self._holders if alone else self._waiting or self._alone in self._holders)
-                    )
-                finally:
-                    self._waiting -= alone
+            if not alone:  # Who wants to run alone says so, and looks at the holders then: one sees the other.
                 self._holders.add(holder)
-                if alone:
-                    self._alone, self._thread = holder, threading.get_ident()
+            if alone or self._is_closed():
+                self._wait(holder, alone=alone)
             yield
         finally:
             calls.reset(token)
-            uninterrupted(lambda: self._leave(holder))
+            uninterrupted(partial(self._leave, holder))
 
-    def _leave(self, holder: object) -> None:
+    def _is_closed(self) -> bool:
+        """Return whether a step runs alone, or waits to."""
+        return bool(self._waiting) or self._alone in self._holders
+
+    def _wait(self, holder: object, *, alone: bool) -> None:
         with self._changed:
             self._holders.discard(holder)
+            self._waiting += alone
             self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not (self._holders if alone else self._is_closed()))
+                self._holders.add(holder)
+                if alone:
+                    self._alone, self._thread = holder, threading.get_ident()
+            finally:
+                self._waiting -= alone
+
+    def _leave(self, holder: object) -> None:
+        self._holders.discard(holder)
+        if self._waiting or holder is self._alone:
+            with self._changed:
+                self._changed.notify_all()

@@ -21,7 +21,7 @@ an error.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -37,10 +37,9 @@ __all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restor
 
 
 class _Note(NamedTuple):
-    """The states of some generators, with their bytes, which are cheaper to compare than tensors."""
+    """The states of some generators."""
 
     states: list[Tensor]
-    contents: list[bytes]
     replays: list[int]  # for each generator, how many replays have begun or ended on its device
 
 
@@ -101,18 +100,19 @@ class RandomStates:
         """Return the draws since ``before``."""
         after = _note(self._generators)
         disturbed = [old != new for old, new in zip(before.replays, after.replays)]
-        if after.contents == before.contents and not any(disturbed):
+        moved = [not _is_same(old, new) for old, new in zip(before.states, after.states)]
+        if True not in moved and True not in disturbed:
             # Most cells draw nothing. Keep the old states and drop the new ones at once, so that the next cell reuses
             # their memory: allocating several kilobytes among the small objects of a cell costs more than a copy.
             self._last = None if self._between else before
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, state, hash(new), replayed, foreign=self._beside and generator.device.type == "cpu")
-            for generator, state, old, new, replayed in zip(
-                self._generators, before.states, before.contents, after.contents, disturbed
+            _Draw(generator, old, hash(_bytes_of(new)), replayed, self._beside and generator.device.type == "cpu")
+            for generator, old, new, is_moved, replayed in zip(
+                self._generators, before.states, after.states, moved, disturbed
             )
-            if old != new or (replayed and generator not in OUTSIDE)
+            if is_moved or (replayed and generator not in OUTSIDE)
         )
 
     def forget(self) -> None:
@@ -144,13 +144,21 @@ def _note(generators: Sequence[Generator]) -> _Note:
     if dispatch_modes():  # A mode such as that of fake tensors would take part in copying a state.
         with without_dispatch_modes():
             return _note(generators)
-    states = [state_of(generator) for generator in generators]
-    return _Note(states, [state.numpy().tobytes() for state in states], _replays_on(generators))
+    return _Note([state_of(generator) for generator in generators], _replays_on(generators))
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    """Return the bytes of a state, which are cheaper to compare than tensors."""
+    return state.numpy().tobytes()
+
+
+def _is_same(old: Tensor, new: Tensor) -> bool:
+    return old is new or _bytes_of(old) == _bytes_of(new)  # Those of Python and NumPy are kept while they last.
 
 
 #: How often a replay has begun or ended in this process, by the device of its generators. A replay restores the
 #: generators, so another run cannot tell by states alone whether a replay has disturbed its draws.
-_replays: Counter[torch.device] = Counter()
+_replays: defaultdict[torch.device, int] = defaultdict(int)
 _replays_lock = threading.Lock()
 
 
@@ -158,11 +166,12 @@ def _replays_on(generators: Iterable[Generator]) -> list[int]:
     return [_replays[generator.device] for generator in generators]
 
 
-def _count_replay(draws: Iterable[_Draw]) -> Counter[torch.device]:
+def _count_replay(draws: Iterable[_Draw]) -> dict[torch.device, int]:
     """Count the beginning or the end of a replay, and return all counts."""
     with _replays_lock:
-        _replays.update({draw.generator.device for draw in draws})
-        return _replays.copy()
+        for device in {draw.generator.device for draw in draws}:
+            _replays[device] += 1
+        return dict(_replays)
 
 
 @contextmanager
@@ -182,7 +191,7 @@ def _replay(drawn: Drawn) -> Iterator[None]:
                 _verify(draw, disturbed=_replays[device] != replays[device])
         now = _note(foreign)
         # If another replay has begun or ended on the CPU, the change may come from that replay.
-        if now.contents != watched.contents and now.replays == watched.replays:
+        if not all(map(_is_same, now.states, watched.states)) and now.replays == watched.replays:
             for generator, state in zip(foreign, watched.states):
                 go_on_from(generator, state)
             raise _unsafe()
@@ -193,8 +202,8 @@ def _replay(drawn: Drawn) -> Iterator[None]:
 
 
 def _verify(draw: _Draw, disturbed: bool) -> None:
-    (now,) = _note([draw.generator]).contents
-    if now == draw.before.numpy().tobytes() and not disturbed:
+    (now,) = map(_bytes_of, _note([draw.generator]).states)
+    if now == _bytes_of(draw.before) and not disturbed:
         return  # The cell draws nothing: another thread drew during its first run.
     if draw.disturbed:
         raise _unsafe()
@@ -228,7 +237,7 @@ def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Mo
 
 def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
     """Return the states of the generators of the CPU and of devices, to compare."""
-    return _note(generators_of_all(devices)).contents
+    return [*map(_bytes_of, _note(generators_of_all(devices)).states)]
 
 
 def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:
