@@ -59,21 +59,21 @@ THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 #: the same commit: the sum never rises.
 CAPS = {
     "torchgpipe": {
-        "devices": 644,
+        "devices": 648,
         "schedule": 610,
         "skip": 318,
         "processes": 742,
-        "replay": 854,
+        "replay": 823,
         "model": 1095,
         "batch": 1238,
         "norms": 256,
         "listener": 66,
         "graph": 340,
         "transport": 152,
-        "gradients": 592,
+        "gradients": 601,
         "offload": 817,
         "cell": 623,
-        "drive": 801,
+        "drive": 799,
         "proof": 626,
         "gpipe": 383,
         "spine": 1455,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19113
+TOTAL = 19093
 
 #: The most lines of code of any room.
 LARGEST = 1900

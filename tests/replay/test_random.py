@@ -26,7 +26,6 @@ from tests.layers import Apply
 from tests.plain import Outcome, assert_same, outcome
 from torchgpipe import GPipe, is_recomputing
 from torchgpipe.drive.autograd import in_one_thread
-from torchgpipe.replay.random import RandomStates
 
 CHECKPOINTED = ["always", "except_last"]
 
@@ -235,60 +234,24 @@ def test_another_thread_that_draws_meanwhile_is_no_silent_error(pipe: Pipe, draw
         assert drawn[True] == drawn[False]
 
 
-def test_a_replay_in_the_midst_of_another_run_is_no_silent_error() -> None:
-    """A replay sets the generator of all threads to an old state, and back: as if nobody had drawn meanwhile."""
-    here, there = (RandomStates(torch.device("cpu"), [], beside=False, between=True) for _ in range(2))
-    before = here.begin()
-    torch.rand(())
-    drawn = here.end(before)
-    torch.rand(())  # so that the replayed state is another one than the present
-    begun = there.begin()
-    with pytest.raises(RuntimeError, match="checkpoint='never'"), here.replay(drawn):
-        torch.rand(()), torch.rand(())  # the second number is that of the other run
-    drawn = there.end(begun)
-    with pytest.raises(RuntimeError, match="checkpoint='never'"), there.replay(drawn):
-        torch.rand(())
+@pytest.mark.parametrize("checkpoint", CHECKPOINTED)
+def test_a_backward_through_a_random_pipeline_within_a_layer(checkpoint: str) -> None:
+    """Its second run lies in the midst of each run of the layer, and was taken for a disturbance."""
 
+    def trained(checkpoint: str) -> Outcome:
+        inner = GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"], checkpoint=checkpoint)
 
-def test_two_devices_replay_at_the_same_time() -> None:
-    """Accelerators recompute in a thread each. A replay on one was taken for a disturbance of the others."""
+        def gradient(input: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = input.detach().requires_grad_()
+                (grad,) = torch.autograd.grad(inner(x).sum(), x)
+            return input * grad
 
-    def drawn(where: str) -> tuple[RandomStates, torch.Generator, Any]:
-        class Own(torch.Generator):
-            device = torch.device(where)
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(2, 2), Apply(gradient), nn.Dropout()).double()
+        return outcome(GPipe(layers, [3], devices=["cpu"], chunks=2, checkpoint=checkpoint), torch.ones(4, 2).double())
 
-        generator = Own()
-        states = RandomStates(torch.device("cpu"), [], beside=True, between=True)
-        states._generators = (generator,)
-        before = states.begin()
-        torch.rand(1, generator=generator)
-        return states, generator, states.end(before)
-
-    ran = [drawn("cuda:0"), drawn("cuda:1")]
-    before = [generator.get_state() for _, generator, _ in ran]
-    replays = [states.replay(draws) for states, _, draws in ran]
-    for replay, (_, generator, _) in zip(replays, ran):
-        replay.__enter__()
-        torch.rand(1, generator=generator)
-    for replay in replays:  # The first ends while the second is under way.
-        replay.__exit__(None, None, None)
-    assert all(torch.equal(generator.get_state(), state) for (_, generator, _), state in zip(ran, before))
-
-
-def test_a_backward_through_a_random_pipeline_within_a_layer_is_refused() -> None:
-    """A known limit: its replay counts as a disturbance of the cell that it is in."""
-
-    inner = GPipe(nn.Sequential(nn.Dropout()), [1], devices=["cpu"], checkpoint="always")
-
-    def gradient(input: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = input.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(inner(x).sum(), x)
-        return input * grad
-
-    model = GPipe(nn.Sequential(nn.Linear(2, 2), Apply(gradient)), [2], devices=["cpu"], checkpoint="always")
-    with pytest.raises(RuntimeError, match="other devices, threads or pipelines"):
-        model(torch.ones(2, 2)).sum().backward()
+    assert_same(trained(checkpoint), trained("never"))
 
 
 class Noise(nn.Module):
@@ -463,7 +426,7 @@ from contextlib import suppress
 from torchgpipe.replay.random import RandomStates
 
 def note():
-    states = RandomStates(torch.device("cpu"), [], beside=True, between=True)
+    states = RandomStates(torch.device("cpu"), [], between=True)
     for _ in range(1000):
         before = states.begin()
         torch.rand(1)

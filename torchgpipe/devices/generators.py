@@ -150,6 +150,7 @@ class _Twister(ABC):
     def set_state(self, new_state: Tensor) -> None:
         *words, position, reserve, has_reserve = unpack(_PACKED, new_state.numpy().tobytes())
         self._set(words, position, reserve if has_reserve else None)
+        self._has_reserve = True  # Perhaps: what was looked at does not tell.
 
 
 class _OfPython(_Twister):

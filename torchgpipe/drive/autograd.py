@@ -83,9 +83,7 @@ class ForwardPass:
             [list(partition.modules()) for partition in partitions],
             len(batches),
             mechanisms,
-            lambda device, modules: RandomStates(
-                device, modules, beside=several and device.type != "cpu", between=several
-            ),
+            lambda device, modules: RandomStates(device, modules, between=several),
             ambient=self._ambient,
             ordered=mechanisms.dependency and not self._in_one_thread and self._ambient.builds_graph,
             listener=self._listener,

@@ -173,7 +173,7 @@ class MicroBatches:
             self._m,
             mechanisms,
             lambda device, owned: RandomStates(
-                device, owned, beside=False, between=True, generators=random_numbers.following(device)
+                device, owned, between=True, generators=random_numbers.following(device)
             ),
             ambient=self.ambient,
             ordered=False,

@@ -7,8 +7,8 @@ not matter what is drawn between the two runs.
 
 The CPU has one generator for all threads. If two cells drew from it at the same time, each would get a part of one
 sequence, and no state would bring its part back. So one thread runs the cells of the CPU. Cells on accelerators run
-beside them and should draw from their own devices: a recomputation there leaves the CPU's generator to the cells of the
-CPU, watches the generator, and raises an error if it is drawn from.
+beside them and should draw from their own devices. If such a cell draws from the generator of the CPU while another one
+does, its second run comes to another state, which is an error. Two second runs take turns.
 
 Python and NumPy have one generator each for all threads, too, and threads that load data may draw from it. So a state
 that differs does not tell that a layer has drawn. It is replayed in any case, and what the second run returns is
@@ -21,7 +21,6 @@ an error.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -36,23 +35,16 @@ from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, wit
 __all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators"]
 
 
-class _Note(NamedTuple):
-    """The states of some generators."""
-
-    states: list[Tensor]
-    replays: list[int]  # for each generator, how many replays have begun or ended on its device
-
-
 class _Draw(NamedTuple):
     generator: Generator
     before: Tensor
     after: int  # the hash of the state after the run; the state itself takes kilobytes
-    disturbed: bool  # whether a replay began or ended on the device during the run
-    foreign: bool  # whether cells of other devices draw from the generator, and may have drawn during the run
 
 
 #: The draws of a run, one for each generator that was drawn from.
 Drawn = tuple[_Draw, ...]
+
+_nothing = nullcontext()
 
 
 class RandomStates:
@@ -61,7 +53,6 @@ class RandomStates:
     Args:
         device: the device of the cells
         modules: all modules on the device, which may have generators
-        beside: whether cells of other devices may draw from the CPU's generator while a cell runs
         between: whether other cells may draw from the generators between two cells
         generators: those of the device that the cells may draw from, beside those of layers, Python and NumPy; None for
             all. What another thread draws from the others is not noted, and so not replayed
@@ -72,16 +63,14 @@ class RandomStates:
         device: torch.device,
         modules: Iterable[nn.Module],
         *,
-        beside: bool,
         between: bool,
         generators: Sequence[Generator] | None = None,
     ) -> None:
         found = generators_of(device) if generators is None else (*generators, *OUTSIDE)
         self._of_the_device = tuple(dict.fromkeys(found))
         self._modules = modules
-        self._beside = beside
         self._between = between
-        self._last: _Note | None = None  # the end of the last run, where the next run begins
+        self._last: list[Tensor] | None = None  # the end of the last run, where the next run begins
         self._checked_in: int | None = None  # the last backward pass that found no new generators
 
     @cached_property
@@ -89,30 +78,24 @@ class RandomStates:
         # Looked for when the first checkpointed cell begins.
         return self._of_the_device + generators_in(self._modules)
 
-    def begin(self) -> _Note:
-        """Note the states before a run."""
-        last = self._last
-        if last is not None and last.replays == _replays_on(self._generators):
-            return last
-        return _note(self._generators)
+    def begin(self) -> list[Tensor]:
+        """Return the states before a run."""
+        return _states_of(self._generators) if self._last is None else self._last
 
-    def end(self, before: _Note) -> Drawn:
+    def end(self, before: list[Tensor]) -> Drawn:
         """Return the draws since ``before``."""
-        after = _note(self._generators)
-        disturbed = [old != new for old, new in zip(before.replays, after.replays)]
-        moved = [not _is_same(old, new) for old, new in zip(before.states, after.states)]
-        if True not in moved and True not in disturbed:
+        after = _states_of(self._generators)
+        moved = [not _is_same(old, new) for old, new in zip(before, after)]
+        if True not in moved:
             # Most cells draw nothing. Keep the old states and drop the new ones at once, so that the next cell reuses
             # their memory: allocating several kilobytes among the small objects of a cell costs more than a copy.
             self._last = None if self._between else before
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, old, hash(_bytes_of(new)), replayed, self._beside and generator.device.type == "cpu")
-            for generator, old, new, is_moved, replayed in zip(
-                self._generators, before.states, after.states, moved, disturbed
-            )
-            if is_moved or (replayed and generator not in OUTSIDE)
+            _Draw(generator, old, _hash_of(new))
+            for generator, old, new, is_moved in zip(self._generators, before, after, moved)
+            if is_moved
         )
 
     def forget(self) -> None:
@@ -129,7 +112,7 @@ class RandomStates:
         if self._checked_in != this_pass:
             self._refuse_new_generators()
             self._checked_in = this_pass
-        return _replay(drawn) if drawn else nullcontext()
+        return _replay(drawn) if drawn else _nothing
 
     def _refuse_new_generators(self) -> None:
         if set(generators_in(self._modules)) - set(self._generators):
@@ -140,11 +123,14 @@ class RandomStates:
             )
 
 
-def _note(generators: Sequence[Generator]) -> _Note:
-    if dispatch_modes():  # A mode such as that of fake tensors would take part in copying a state.
-        with without_dispatch_modes():
-            return _note(generators)
-    return _Note([state_of(generator) for generator in generators], _replays_on(generators))
+def _states_of(generators: Sequence[Generator]) -> list[Tensor]:
+    with _unseen():
+        return [state_of(generator) for generator in generators]
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """Copy and compare states in a ``with`` block in which no mode, such as that of fake tensors, takes part."""
+    return without_dispatch_modes() if dispatch_modes() else _nothing
 
 
 def _bytes_of(state: Tensor) -> bytes:
@@ -152,75 +138,47 @@ def _bytes_of(state: Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
+def _hash_of(state: Tensor) -> int:
+    with _unseen():
+        return hash(_bytes_of(state))
+
+
 def _is_same(old: Tensor, new: Tensor) -> bool:
-    return old is new or _bytes_of(old) == _bytes_of(new)  # Those of Python and NumPy are kept while they last.
+    if old is new:  # Those of Python and NumPy are kept while they last.
+        return True
+    with _unseen():
+        return _bytes_of(old) == _bytes_of(new)
 
 
-#: How often a replay has begun or ended in this process, by the device of its generators. A replay restores the
-#: generators, so another run cannot tell by states alone whether a replay has disturbed its draws.
-_replays: defaultdict[torch.device, int] = defaultdict(int)
-_replays_lock = threading.Lock()
-
-
-def _replays_on(generators: Iterable[Generator]) -> list[int]:
-    return [_replays[generator.device] for generator in generators]
-
-
-def _count_replay(draws: Iterable[_Draw]) -> dict[torch.device, int]:
-    """Count the beginning or the end of a replay, and return all counts."""
-    with _replays_lock:
-        for device in {draw.generator.device for draw in draws}:
-            _replays[device] += 1
-        return dict(_replays)
+#: Held by a second run that draws from generators which all threads share. A layer may run a pipeline within.
+_replaying = threading.RLock()
 
 
 @contextmanager
 def _replay(drawn: Drawn) -> Iterator[None]:
-    own_draws = [draw for draw in drawn if not draw.foreign]
-    foreign = [draw.generator for draw in drawn if draw.foreign and draw.generator not in OUTSIDE]
-    replays = _count_replay(own_draws)
-    watched = _note(foreign)
-    current = [state_of(draw.generator) for draw in own_draws]
-    for draw in own_draws:
-        go_on_from(draw.generator, draw.before)
-    try:
-        yield
-        for draw in own_draws:
-            device = draw.generator.device
-            if draw.generator not in OUTSIDE:
-                _verify(draw, disturbed=_replays[device] != replays[device])
-        now = _note(foreign)
-        # If another replay has begun or ended on the CPU, the change may come from that replay.
-        if not all(map(_is_same, now.states, watched.states)) and now.replays == watched.replays:
-            for generator, state in zip(foreign, watched.states):
+    generators = [draw.generator for draw in drawn]
+    with _replaying if any([generator.device.type == "cpu" for generator in generators]) else _nothing:
+        current = _states_of(generators)
+        for draw in drawn:
+            go_on_from(draw.generator, draw.before)
+        try:
+            yield
+            for draw in drawn:
+                _verify(draw)
+        finally:
+            for generator, state in zip(generators, current):
                 go_on_from(generator, state)
-            raise _unsafe()
-    finally:
-        for draw, state in zip(own_draws, current):
-            go_on_from(draw.generator, state)
-        _count_replay(own_draws)
 
 
-def _verify(draw: _Draw, disturbed: bool) -> None:
-    (now,) = map(_bytes_of, _note([draw.generator]).states)
-    if now == _bytes_of(draw.before) and not disturbed:
-        return  # The cell draws nothing: another thread drew during its first run.
-    if draw.disturbed:
-        raise _unsafe()
-    if disturbed or hash(now) != draw.after:
+def _verify(draw: _Draw) -> None:
+    """Check that a second run has drawn what the first has, or nothing: then another thread drew during the first."""
+    (now,) = _states_of([draw.generator])
+    if draw.generator not in OUTSIDE and not _is_same(now, draw.before) and _hash_of(now) != draw.after:
         raise RuntimeError(
-            "recomputation drew other random numbers than the first run; either the layer does not draw the same "
-            "both times, or another thread drew from the same generator meanwhile: let one thread at a time use "
-            "it, or use checkpoint='never'"
+            "recomputation drew other random numbers than the first run; either the layer does not draw the same both "
+            "times, or another device or thread drew from the same generator meanwhile: draw on the layer's own device "
+            "(device=input.device), let one thread at a time train, or use checkpoint='never'"
         )
-
-
-def _unsafe() -> RuntimeError:
-    return RuntimeError(
-        "a layer drew random numbers from the CPU's generator while other devices, threads or pipelines used it, so "
-        "recomputation cannot draw the same ones again; draw them on the layer's own device "
-        "(device=input.device), let one thread at a time train, or use checkpoint='never'"
-    )
 
 
 @contextmanager
@@ -237,7 +195,7 @@ def restored_generators(devices: Iterable[torch.device], modules: Iterable[nn.Mo
 
 def generator_states(devices: Iterable[torch.device]) -> list[bytes]:
     """Return the states of the generators of the CPU and of devices, to compare."""
-    return [*map(_bytes_of, _note(generators_of_all(devices)).states)]
+    return [*map(_bytes_of, _states_of(generators_of_all(devices)))]
 
 
 def generators_in(modules: Iterable[nn.Module]) -> tuple[Generator, ...]:

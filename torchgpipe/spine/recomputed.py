@@ -121,7 +121,7 @@ class _Runs:
         found = next(chain(module.parameters(), self._inputs), None)
         device = torch.device("cpu") if found is None else found.device
         # Cells that draw from one generator run one at a time, see `RandomNumbers`.
-        random = RandomStates(device, modules, beside=False, between=True)
+        random = RandomStates(device, modules, between=True)
         layers = Layers(
             modules,
             random,
