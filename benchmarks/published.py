@@ -4,13 +4,14 @@ Each part is a table of a paper or of torchgpipe's documentation. It takes the p
 comes out of it here: counted or simulated where it needs more devices than there are.
 
     memory      parameters and memory of AmoebaNet-D and U-Net (`published_memory.py`)
+    speed       speed of AmoebaNet-D, ResNet-101 and U-Net (`published_speed.py`)
 
     python -m benchmarks.published    # half a minute, on any machine
 """
 
 from __future__ import annotations
 
-from benchmarks import published_memory
+from benchmarks import published_memory, published_speed
 from benchmarks.program import Part, Program
 
 PARTS = {
@@ -19,7 +20,13 @@ PARTS = {
         published_memory.measure,
         {"memory, counted on the meta device, and published": published_memory.published_memory},
         cpu=True,
-    )
+    ),
+    "speed": Part(
+        "published:speed",
+        published_speed.measure,
+        {"speed, simulated from counted operations, and published": published_speed.published_speed},
+        cpu=True,
+    ),
 }
 
 

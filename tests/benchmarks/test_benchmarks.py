@@ -25,6 +25,7 @@ from benchmarks import (
     plan_models,
     program,
     published_memory,
+    published_speed,
     pytorch_pipelines,
     schedules,
     tasks,
@@ -99,6 +100,7 @@ TINY = [
         "| pipeline-2 ",
     ),
     ("published", "memory", "", "| unet (1, 2) | pipeline-2 |"),
+    ("published", "speed", "", "| U-Net (5, 64) | 8 | 40 |     3.105 |"),
     ("mechanisms", "mechanisms", "--turns 1 --steps 1 --devices cpu", "| all, and deferred batch norms "),
     ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half "),
     ("schedules", "pipelined_sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| 1F1B "),
@@ -143,6 +145,7 @@ def test_every_part_of_every_program_runs(
     monkeypatch.setitem(mechanisms.TASKS, "small", mechanisms.Task(1, 2, 4, 4, 2, 2))
     tiny_unet = published_memory.Experiment("pipeline-2", "unet", (1, 2), [25, 40], published_memory.Published("1M"))
     monkeypatch.setattr(published_memory, "EXPERIMENTS", [tiny_unet])
+    monkeypatch.setattr(published_speed, "FAMILIES", published_speed.FAMILIES[2:])
     monkeypatch.setattr(pytorch_pipelines, "answer", micro_batches)  # Its processes take ten seconds to start.
     for module in (host_time, host_timeline, memory, memory_capacity):
         monkeypatch.setattr(module, "MODES", ("always",))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import amoebanetd, gpt, resnet101, unet
-from benchmarks.models.amoebanet import cells
+from benchmarks.published_speed import FAMILIES
 
 
 def parameters(model: Callable[..., nn.Sequential], *args: int) -> int:
@@ -27,15 +27,11 @@ def test_models_have_the_parameters_of_the_original() -> None:
 
 
 def test_published_balances_are_of_the_layers_of_our_models() -> None:
-    """Those of torchgpipe's speed benchmarks on two, four and eight GPUs; an AmoebaNet-D has them in cells."""
-    with torch.device("meta"):
-        sizes = len(resnet101()), len(unet(5, 5, 64)), len(cells(amoebanetd(1000, 18, 256)))
-    published = (
-        ([135, 235], [44, 92, 124, 110], [26, 22, 33, 44, 44, 66, 66, 69]),
-        ([104, 137], [30, 66, 84, 61], [16, 27, 31, 44, 22, 57, 27, 17]),
-        ([9, 15], [3, 6, 7, 8], [2, 2, 2, 3, 3, 4, 4, 4]),
-    )
-    assert [{sum(balance) for balance in balances} for balances in published] == [{size} for size in sizes]
+    """Those of torchgpipe's speed benchmarks; an AmoebaNet-D has them in cells."""
+    for family in FAMILIES:
+        with torch.device("meta"):
+            model = family.make()
+        assert {sum(family.balance_of(model, experiment)) for experiment in family.experiments} == {len(model)}
 
 
 def test_what_is_doubled_of_an_odd_size_meets_its_skip() -> None:
