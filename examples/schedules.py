@@ -37,7 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
         "1F1B": devices,
         "ZeroBubble": devices,
         "Interleaved1F1B": devices * 2,
+        "V-Min": devices + devices[::-1],
         "V-Half": devices + devices[::-1],
+        "ZB-V": devices + devices[::-1],
         "LayerMajor": devices * 2,
     }
     for schedule, placement in placements.items():

@@ -63,7 +63,7 @@ def placings(draw: st.DrawFn, n: int, exact: bool, *, own: bool = True, one_devi
     """Draw a schedule and a placing that fits, for ``n`` partitions; only exact sums may depend on their order."""
     names = ["GPipe", "1F1B", "ZeroBubble", "LayerMajor", *["own"] * own]
     if not one_device:
-        names += ["Interleaved1F1B", *["V-Half"] * (n % 2 == 0)]
+        names += ["Interleaved1F1B", *["V-Min", "V-Half", "ZB-V"] * (n % 2 == 0)]
     name = draw(st.sampled_from(names))
     if one_device:
         places = [0] * n
@@ -73,7 +73,7 @@ def placings(draw: st.DrawFn, n: int, exact: bool, *, own: bool = True, one_devi
     elif name == "Interleaved1F1B":
         d = draw(st.sampled_from([d for d in range(1, min(n, 4) + 1) if n % d == 0]))
         places = [j % d for j in range(n)]
-    elif name == "V-Half":
+    elif name in ("V-Min", "V-Half", "ZB-V"):
         places = [min(j, n - 1 - j) for j in range(n)]
     else:
         drawn = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))

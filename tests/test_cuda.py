@@ -372,6 +372,8 @@ PLACES: dict[str, list[list[str]]] = {
     "ZeroBubble": [[GPU, GPU], [GPU, "cpu"], ["cpu", GPU]],
     "Interleaved1F1B": [[GPU, GPU], [GPU, "cpu", GPU, "cpu"], ["cpu", GPU, "cpu", GPU]],
     "V-Half": [[GPU, GPU], [GPU, "cpu", "cpu", GPU], ["cpu", GPU, GPU, "cpu"]],
+    "ZB-V": [[GPU, GPU], [GPU, "cpu", "cpu", GPU]],
+    "V-Min": [[GPU, GPU], [GPU, "cpu", "cpu", GPU]],
 }
 if LATE:
     ROW = [f"late:{index}" for index in range(4)]
@@ -381,6 +383,8 @@ if LATE:
         "ZeroBubble": [ROW, [GPU, "cpu"]],
         "Interleaved1F1B": [ROW[:2] * 2, ["cpu", GPU, "cpu", GPU]],
         "V-Half": [[*ROW[:2], *ROW[1::-1]], [GPU, "cpu", "cpu", GPU]],
+        "ZB-V": [[*ROW[:2], *ROW[1::-1]], [GPU, "cpu", "cpu", GPU]],
+        "V-Min": [[*ROW[:2], *ROW[1::-1]], [GPU, "cpu", "cpu", GPU]],
     }
 
 

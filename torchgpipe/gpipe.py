@@ -99,9 +99,9 @@ class GPipe(nn.Module):
         deferred_batch_norm: whether batch norms track the running statistics of the whole mini-batch instead of
             those of each micro-batch; see :class:`~torchgpipe.batchnorm.DeferredBatchNorm`
         schedule: for :meth:`step`, the name of a schedule (``'GPipe'``, ``'1F1B'``, ``'Interleaved1F1B'``,
-            ``'ZeroBubble'``, ``'V-Half'`` or ``'LayerMajor'``), a program of your own, or a function that takes the
-            number of micro-batches and the places of the partitions, as :func:`torchgpipe.schedule.program` does
-            (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
+            ``'ZeroBubble'``, ``'V-Min'``, ``'V-Half'``, ``'ZB-V'`` or ``'LayerMajor'``), a program of your own, such as
+            :func:`torchgpipe.schedule.fastest` makes, or a function that takes the number of micro-batches and the
+            places of the partitions (default: ``'1F1B'``, or under ``offload`` ``'LayerMajor'``)
         loss_fn: for :meth:`step`, takes the output and the target of a micro-batch, and returns the loss, or a pair of
             the loss and other values. The loss is a mean over rows or labels, or for losses of PyTorch what they say;
             the first step proves any other function on two micro-batches together

@@ -207,7 +207,7 @@ def test_nested_tensors_pass_if_they_are_jagged(devices: Devices) -> None:
     assert "during forward" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("schedule", ["ZeroBubble", "V-Half"])
+@pytest.mark.parametrize("schedule", ["ZeroBubble", "V-Half", "ZB-V"])
 def test_what_cannot_be_split_waits_for_what_earlier_micro_batches_have_left(schedule: str) -> None:
     """A bug: a micro-batch that uses a weight once left its gradient for later, behind that of the next, which used it
     twice and could leave nothing; so they were added in another order than in any loop."""

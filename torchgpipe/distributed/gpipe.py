@@ -124,8 +124,8 @@ class DistributedGPipe(nn.Module):
             for the interleaved schedules, the same number of partitions for each.
         chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
         schedule: the name of a schedule, as in :class:`~torchgpipe.GPipe`; with several partitions in each process
-            ``'GPipe'``, ``'Interleaved1F1B'``, ``'ZeroBubble'``, ``'V-Half'`` or ``'LayerMajor'``. PyTorch's own names,
-            ``'LoopedBFS'`` and ``'InterleavedZeroBubble'``, are taken as well.
+            ``'GPipe'``, ``'Interleaved1F1B'``, ``'ZeroBubble'``, ``'LayerMajor'``, or those of a V. PyTorch's own
+            names, ``'LoopedBFS'`` and ``'InterleavedZeroBubble'``, are taken as well.
         checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
         loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
         weight: takes the target of a micro-batch, and returns the weight of its loss in the mean over all

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchgpipe.schedule.action import Action, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
 from torchgpipe.schedule.drawing import draw_svg, draw_text
+from torchgpipe.schedule.fastest import fastest
 from torchgpipe.schedule.programs import NAMES, Schedule, ScheduleName, places_of, program, program_of, verified
 from torchgpipe.schedule.simulation import COSTS, Simulation, simulate
 
@@ -19,6 +20,7 @@ __all__ = [
     "clock_cycles",
     "draw_svg",
     "draw_text",
+    "fastest",
     "places_of",
     "program",
     "program_of",

@@ -7,22 +7,33 @@
     LayerMajor, for two partitions on one device, which can do with the weights of one at a time:
               F0F1F2F0b0  F1b1  F2b2  b0  b1  b2
 
+The others are generated (see `fastest`) for equal times of F, I and W, with the placement and the memory of their
+papers. On d devices with v partitions each, a device keeps at most so many cells:
+
+    Interleaved1F1B    d v           backward in one piece
+    ZeroBubble         d v           each device has neighbouring partitions, or they go round the devices
+    V-Min              2 (d+4)//3    partitions are placed like a V, so that the last device turns micro-batches back:
+    V-Half             2 (d+2)//2
+    ZB-V               2 d               0 ┐       ┌ 5    device 0
+                                           1 ┐   ┌ 4      device 1
+                                             2 └─ 3       device 2
+
 Sources:
 
 - GPipe: Y. Huang et al., `GPipe <https://arxiv.org/abs/1811.06965>`_, 2018.
 - 1F1B: D. Narayanan et al., `PipeDream <https://arxiv.org/abs/1806.03377>`_, 2018, with a flush after each step.
 - Interleaved1F1B: D. Narayanan et al., `Efficient Large-Scale Language Model Training on GPU Clusters
-  <https://arxiv.org/abs/2104.04473>`_, 2021.
-- ZeroBubble: schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism <https://arxiv.org/abs/2401.10241>`_, 2023;
-  where partitions go round the devices, the backward of Interleaved1F1B is split in the same way.
-- V-Half: P. Qi et al., `Pipeline Parallelism with Controllable Memory <https://arxiv.org/abs/2405.15362>`_, 2024.
+  <https://arxiv.org/abs/2104.04473>`_, 2021, whose written order keeps half as much again.
+- ZeroBubble: the memory of schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism
+  <https://arxiv.org/abs/2401.10241>`_, 2023.
+- V-Min, V-Half, ZB-V: P. Qi et al., `Pipeline Parallelism with Controllable Memory
+  <https://arxiv.org/abs/2405.15362>`_, 2024.
 - LayerMajor: J. Lamy-Poirier, `Breadth-First Pipeline Parallelism <https://arxiv.org/abs/2211.05953>`_, 2022, but for
   the last partition, which runs backward after each forward, and so holds one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -30,7 +41,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from torchgpipe.schedule.action import Action, Kind, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
-from torchgpipe.schedule.v_half import v_half
+from torchgpipe.schedule.fastest import fastest
 
 __all__ = [
     "APART",
@@ -49,17 +60,26 @@ __all__ = [
     "verified",
 ]
 
-ScheduleName: TypeAlias = Literal["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Half", "LayerMajor"]
+ScheduleName: TypeAlias = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble", "V-Min", "V-Half", "ZB-V", "LayerMajor"
+]
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 #: The schedules for weights that stay on their devices. LayerMajor idles as GPipe does, and holds as many activations.
 RESIDENT: tuple[ScheduleName, ...] = NAMES[:-1]
 
+#: The schedules whose partitions are placed like a V, and how many micro-batches they hold on ``d`` devices.
+_OF_A_V: dict[str, Callable[[int], int]] = {
+    "V-Min": lambda d: (d + 4) // 3,
+    "V-Half": lambda d: (d + 2) // 2,
+    "ZB-V": lambda d: d,
+}
+
 #: The schedules that run backward in two halves.
-SPLITTING: tuple[ScheduleName, ...] = ("ZeroBubble", "V-Half")
+SPLITTING = ("ZeroBubble", *_OF_A_V)
 
 #: The schedules in which neighbouring partitions on one device run at different times, and not as one partition.
-APART: tuple[ScheduleName, ...] = ("V-Half", "LayerMajor")
+APART = (*_OF_A_V, "LayerMajor")
 
 #: A name, a program, or a function that returns a program for a number of micro-batches and the places of partitions.
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
@@ -120,8 +140,8 @@ def usual_places(name: str, n: int) -> list[int]:
 
     Interleaved1F1B and LayerMajor could go round the devices more often.
     """
-    second: dict[str, Sequence[int]] = {"Interleaved1F1B": range(n), "V-Half": range(n - 1, -1, -1)}
-    return [*range(n), *second.get(name, ())]
+    second = range(n) if name == "Interleaved1F1B" else reversed(range(n)) if name in _OF_A_V else ()
+    return [*range(n), *second]
 
 
 def program_of(schedule: Schedule, m: int | None, places: Sequence[int], order: Sequence[int] | None = None) -> Program:
@@ -195,10 +215,8 @@ def _fitting(places: tuple[int, ...]) -> Iterator[str]:
 
 
 def _made(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
-    if name == "V-Half":
-        return tuple(map(tuple, v_half(m, places)))
-    if name == "LayerMajor":
-        return tuple(map(tuple, _layer_major(m, places)))
+    if name in APART:
+        return tuple(map(tuple, _layer_major(m, places) if name == "LayerMajor" else _of_a_v(name, m, places)))
     blocks = _blocks(places)
     devices = [places[block[0]] for block in blocks]
     actions = _MAKERS[name](m, devices)
@@ -265,45 +283,35 @@ def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Itera
 
 
 def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return 1F1B where each device has several partitions: micro-batches go round in groups as large as the circle."""
-    d = len(set(devices))
-    if list(devices) != [k % d for k in range(len(devices))] or len(devices) % d:
+    """Return what is fastest in the memory of as many micro-batches as there are devices."""
+    if not _goes_round(devices):
         raise ValueError(
             f"Interleaved1F1B wants partitions that go round the devices, 0, 1, ..., 0, 1, ..., but they are on "
             f"devices {list(devices)}; give devices=[a, b, a, b], for instance"
         )
-    v = len(devices) // d
-    # Groups of d micro-batches; the last ones are shorter, and in the same group as those before them.
-    groups = max(1, m // d)
-    group = [min(i // d, groups - 1) for i in range(m)]
-    program = []
-    for device in range(d):
-        order = sorted([(group[i], lap, i) for i in range(m) for lap in range(v)])
-        forward = [Action("F", i, lap * d + device) for _, lap, i in order]
-        order = sorted([(group[i], v - 1 - lap, i) for i in range(m) for lap in range(v)])
-        backward = [Action("B", i, (v - 1 - lap) * d + device) for _, lap, i in order]
-        size = max([group.count(k) for k in range(groups)])
-        program.append(list(_in_turn(forward, backward, ahead=2 * (d - 1 - device) + (v - 1) * size)))
-    return program
+    return fastest(m, devices, limits=len(devices), split=False)
+
+
+def _goes_round(devices: Sequence[int]) -> bool:
+    return list(devices) == [*range(max(devices) + 1)] * (len(devices) // (max(devices) + 1))
 
 
 def _zero_bubble(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return 1F1B, or Interleaved1F1B, with a split backward, whose second half device k runs k backwards later."""
-    d = len(set(devices))
-    goes_round = len(devices) > d and list(devices) == [*range(d)] * (len(devices) // d)
-    if not goes_round:
+    """Return the same with a split backward; each device may have neighbouring partitions instead."""
+    if not _goes_round(devices):
         _one_block_each("ZeroBubble", devices)
-    program = []
-    for k, row in enumerate((_interleaved if goes_round else _one_f_one_b)(m, devices)):
-        actions, left = list[Action](), deque[Action]()
-        for kind, i, j in row:
-            actions.append(Action("F" if kind == "F" else "I", i, j))
-            if kind == "B":
-                left.append(Action("W", i, j))
-            if len(left) > k:
-                actions.append(left.popleft())
-        program.append([*actions, *left])
-    return program
+    return fastest(m, devices, limits=len(devices))
+
+
+def _of_a_v(name: str, m: int, devices: Sequence[int]) -> list[list[Action]]:
+    """Return what is fastest with two partitions a device in the memory that a schedule has."""
+    d = len(set(devices))
+    if list(devices) != [*range(d), *reversed(range(d))]:
+        raise ValueError(
+            f"{name} wants partitions that are placed like a V, 0, 1, ..., 1, 0, but they are on devices "
+            f"{list(devices)}; give devices=[a, b, b, a], for instance"
+        )
+    return fastest(m, devices, limits=2 * _OF_A_V[name](d))
 
 
 def _layer_major(m: int, places: Sequence[int]) -> list[list[Action]]:
