@@ -33,9 +33,12 @@ PLACES: dict[ScheduleName, list[int]] = {
     "1F1B": DEVICES,
     "ZeroBubble": DEVICES,
     "Interleaved1F1B": DEVICES * 2,
+    "V-Min": DEVICES + DEVICES[::-1],
     "V-Half": DEVICES + DEVICES[::-1],
+    "ZB-V": DEVICES + DEVICES[::-1],
     "LayerMajor": DEVICES * 2,
 }
+FILES = ("gpipe", "1f1b", "zero-bubble", "interleaved", "v-min", "v-half", "zb-v", "layer-major")
 KINDS = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
 
 
@@ -92,7 +95,7 @@ def schedule_costs() -> Picture:
     """Draw the bubble and the live micro-batches of each schedule, by the number of micro-batches."""
     picture = Picture("Bubble and live micro-batches of each schedule on four devices", 646, 312)
     resident = {name: places for name, places in PLACES.items() if name in RESIDENT}
-    colours = dict(zip(resident, ("#E69F00", BACKWARD, FORWARD, COPY, "#D55E00")))
+    colours = dict(zip(resident, ("#E69F00", BACKWARD, FORWARD, COPY, "#F0E442", "#D55E00", "#0072B2")))
     picture.legend(46, 12, [(colour, name) for name, colour in colours.items()])
     picture.text(46, 42, "bubble", size=13)
     picture.text(392, 42, "live micro-batches on a device", size=13)
@@ -202,7 +205,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "naive", str(naive())
     yield "pipeline", str(pipeline())
     yield "bubble", str(bubble())
-    for file, name in zip(("gpipe", "1f1b", "zero-bubble", "interleaved", "v-half", "layer-major"), PLACES):
+    for file, name in zip(FILES, PLACES):
         yield f"schedule-{file}", str(schedule(name))
     yield "schedule-costs", str(schedule_costs())
     yield "step", str(step())
