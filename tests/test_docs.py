@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import runpy
 from pathlib import Path
@@ -214,6 +215,13 @@ def test_figures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch
     for name, svg in importlib.import_module("figures").pictures():
         assert svg == committed.pop(name, None), f"{name}.svg is not what docs/figures.py draws"
     assert not committed, "nothing draws these"
+
+
+def test_pages_name_the_gpu_that_was_measured() -> None:
+    """The first page once named an H100, and the results an H200."""
+    results = [json.loads(path.read_text()) for path in ROOT.glob("benchmarks/results/gpu/*.json")]
+    measured = {name for one in results if not one["dry run"] for gpu in one["about"]["gpus"] for name in gpu.split()}
+    assert {name for page in [*MARKDOWN, *RST] for name in re.findall(r"\b[ABHV]\d{3}\b", page.read_text())} <= measured
 
 
 def without_numbers(text: str) -> str:

@@ -57,45 +57,6 @@ def test_a_notebook_gives_what_it_shows(path: Path, tmp_path: Path, monkeypatch:
     assert not [*tmp_path.iterdir()]
 
 
-MAKE = """
-import os, signal, torch, torchgpipe
-from torch import nn
-
-class Interrupts(nn.Module):
-    now = False
-
-    def forward(self, x):
-        if self.now:
-            os.kill(os.getpid(), signal.SIGINT)  # as the button does, while the cell waits for this layer
-        return x
-
-layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Interrupts(), nn.Linear(4, 4)).double()
-model = torchgpipe.GPipe(layers, [2, 2], devices=["cpu:0", "cpu:1"], chunks=2, loss_fn=lambda y, _: y.square().mean())
-x = torch.randn(8, 4, dtype=torch.float64)
-model.step(x)
-once = [parameter.grad.clone() for parameter in model.parameters()]
-"""
-INTERRUPT = "Interrupts.now = True\nmodel.step(x)"
-GO_ON = """
-Interrupts.now = False
-left = [torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), once)]
-model.zero_grad()
-model.step(x)
-again = [torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), once)]
-print(all(left), all(again))
-"""
-
-
-@pytest.mark.slow
-def test_the_cell_after_an_interrupted_step_goes_on() -> None:
-    cells = [nbformat.v4.new_code_cell(source) for source in (MAKE, INTERRUPT, GO_ON)]
-    cells[1].metadata.tags = ["raises-exception"]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, kernel_name="python3").execute(env=os.environ | SETTINGS)
-    assert [output.ename for output in cells[1].outputs] == ["KeyboardInterrupt"]
-    assert [output.text for output in cells[2].outputs] == ["True True\n"]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_small_and_free_of_warnings_errors_and_paths(path: Path) -> None:
     assert path.stat().st_size < 60_000

@@ -182,14 +182,6 @@ def test_a_large_tensor_that_changes_stays_changed_and_the_error_says_so() -> No
     assert layers[0].queue[0] == 4
 
 
-def test_the_setting_that_ran_a_step_again_is_gone() -> None:
-    model = make("pipelined", INLINE, Loss())
-    with pytest.raises(TypeError, match="on_oom"):
-        model.step(X, target=Y, on_oom="retry")
-    with pytest.raises(TypeError, match="on_oom"):
-        make("GPipe", INLINE, Loss(), on_oom="retry")
-
-
 LIMITED = """
 import resource, torch
 from torch import nn
