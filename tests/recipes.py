@@ -61,6 +61,12 @@ def _replaced(layer: Keeps) -> None:
     layer.kept = layer.kept + 1
 
 
+def _replaced_twice(layer: Keeps) -> None:
+    """The second of two new buffers takes over the id of the first, which is freed."""
+    layer.kept = layer.kept * 2
+    layer.kept = layer.kept + 1
+
+
 def _changed_by_numpy(layer: Keeps) -> None:
     kept = layer.kept.view(torch.int16) if layer.kept.dtype == torch.bfloat16 else layer.kept  # which NumPy lacks
     values = kept.numpy()
@@ -75,6 +81,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "guarded data": lambda layer: None if is_recomputing() else layer.kept.data.add_(1),
     "NumPy": _changed_by_numpy,
     "replaced": _replaced,
+    "replaced twice": _replaced_twice,
     "guarded, replaced": lambda layer: None if is_recomputing() else _replaced(layer),
     "attribute": lambda layer: layer.kept.add_(1),
     "attribute, replaced": _replaced,
@@ -179,6 +186,11 @@ def pipeline(mode: str, device: str) -> nn.Module:
     return GPipe(layers, [1, 2], devices=["cpu:0", device], chunks=2, checkpoint=mode)
 
 
+def pipeline_of(first: nn.Module, second: nn.Module) -> nn.Module:
+    """Return a layer that is itself a pipeline, in which each layer runs once, and in checkpoints."""
+    return GPipe(nn.Sequential(first, second).requires_grad_(False), [1, 1], devices=["cpu:0", "cpu:1"])
+
+
 def _random_mask(x: Tensor) -> dict[str, Tensor | None]:
     return {"x": x, "mask": torch.rand(x.shape) > 0.5, "no": None}
 
@@ -272,6 +284,7 @@ RECIPES = [
     Recipe("batch norm without statistics", "image", "image", lambda: nn.BatchNorm1d(2, track_running_stats=False)),
     Recipe("batch norm in evaluation", "image", "image", lambda: evaluated(nn.BatchNorm1d(2)), "not late"),
     Recipe("batch norm, frozen", "image", "image", lambda: frozen(nn.BatchNorm1d(2))),
+    Recipe("batch norm in a pipeline", "image", "image", lambda: pipeline_of(nn.BatchNorm1d(2), nn.ReLU()), "not late"),
     Recipe("instance norm", "image", "image", lambda: nn.InstanceNorm1d(2), "not late"),
     Recipe("instance norm with all", "image", "image", lambda: nn.InstanceNorm1d(2, 1e-5, 0.1, True, True), "not late"),
     # Layers of several tensors.
@@ -297,6 +310,9 @@ RECIPES = [
     Recipe("angle", "complex", "vector", lambda: Apply(lambda z: z.angle())),
     # Layers that draw random numbers.
     Recipe("dropout", "vector", "vector", lambda: nn.Dropout(0.5), "random"),
+    Recipe(
+        "dropout in a pipeline", "vector", "vector", lambda: pipeline_of(nn.Dropout(), nn.Tanh()), "random not late"
+    ),
     Recipe("dropout in place", "vector", "vector", lambda: nn.Dropout(0.3, inplace=True), "random in place"),
     Recipe("noise", "vector", "vector", lambda: Apply(lambda x: x + torch.randn_like(x)), "random"),
     Recipe("permutation", "vector", "vector", lambda: Apply(lambda x: x[:, torch.randperm(4)]), "random"),

@@ -6,7 +6,6 @@ recomputation costs memory.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from tests.conftest import Pipe
 from tests.faults import Cell, Plan, build, rows
 from tests.graph import graph
-from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import GPipe
 
 
@@ -130,45 +128,6 @@ def test_partitions_without_a_wanted_gradient_are_not_recomputed(pipe: Pipe, pla
     loss = pipe(layers, [2, 2, 2], chunks=3, checkpoint="always")(rows(3)).sum()
     torch.autograd.grad(loss, [layers[4].weight])
     assert {j for _, j in plan.of("recomputation")} == {2}
-
-
-class Replaces(nn.Module):
-    """A layer that replaces its buffer by a new tensor twice in a run, recomputations included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.seen = self.seen * 2
-        self.seen = self.seen + 1
-        return input * self.weight
-
-
-class Counts(nn.BatchNorm1d):
-    """A batch norm with an additional buffer."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.seen += 1
-        return super().forward(input)
-
-
-@pytest.mark.parametrize("layer", [Replaces, Counts])
-def test_a_buffer_that_changes_twice_counts_once(pipe: Pipe, layer: type[nn.Module]) -> None:
-    """Two changes once went unnoticed, and counted twice.
-
-    A buffer was known by its id, which the second of two new buffers takes over as soon as the first one is freed. And
-    all buffers of a batch norm were taken for statistics.
-    """
-    layers = nn.Sequential(layer(), nn.Tanh())
-    model = pipe(copy.deepcopy(layers), [1, 1], chunks=2, checkpoint="always")
-    x = torch.rand(4, 3)
-    assert_same(outcome(model, x), plain_outcome(layers, x, chunks=2))
 
 
 def test_buffers_and_parameters_that_count_no_changes(pipe: Pipe, checkpoint: str) -> None:

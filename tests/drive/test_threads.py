@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 
 from tests.conftest import Devices, Pipe
 from tests.layers import Apply
-from tests.plain import Outcome, assert_equal, assert_same, gradients, outcome, plain_outcome, run_plain
-from tests.random_pipelines import MODES
+from tests.plain import assert_equal, gradients, run_plain
 from torchgpipe import GPipe, MicroBatches, is_checkpointing, is_recomputing, pipelined
 
 TIMEOUT = 60
@@ -278,67 +276,7 @@ def test_steps_of_one_model_come_one_after_the_other(pipe: Pipe) -> None:
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one pipeline", "two pipelines"])
-def test_batch_norms_in_two_threads(pipe: Pipe, checkpoint: str, shared: bool) -> None:
-    """Every micro-batch is counted once, even while another thread recomputes, which must not count.
-
-    With momentum=None the running mean is the mean of all means, so a wrong count also changes the mean. The norm
-    belongs to a different partition in each of two models that share it.
-    """
-    norm = nn.BatchNorm1d(2, momentum=None)
-    models = [
-        pipe(nn.Sequential(nn.Identity(), norm, nn.Linear(2, 2)), balance, chunks=3, checkpoint=checkpoint)
-        for balance in ([2, 1], [1, 2])
-    ]
-    repeats = 20
-    x = torch.rand(6, 2)  # drawn here, because a thread could draw the numbers meant for the other thread's layers
-
-    def train(model: GPipe) -> None:
-        for _ in range(repeats):
-            model(x).sum().backward()
-
-    in_threads(partial(train, models[0]), partial(train, models[0 if shared else 1]))
-    assert int(norm.num_batches_tracked) == 2 * repeats * 3
-    assert norm.running_mean.abs().sum() > 0
-
-
 # ------------------------------------------------- inside each other; `test_transparency` draws pipelines as layers
-
-
-@pytest.mark.parametrize("inner_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
-@pytest.mark.parametrize("outer_devices", [["cpu", "cpu"], ["cpu:0", "cpu:1"]], ids=str)
-def test_batch_norm_in_a_pipeline_in_a_pipeline(
-    checkpoint: str, outer_devices: list[str], inner_devices: list[str]
-) -> None:
-    """The norm belongs to a partition of both pipelines. It is counted once, and no thread waits for itself."""
-    block = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh())
-    layers = nn.Sequential(nn.Linear(2, 4), block, nn.Linear(4, 2)).double()
-    plain, x = copy.deepcopy(layers), batch()
-    inside = GPipe(block, [1, 2], devices=inner_devices, chunks=1, checkpoint=checkpoint)
-    around = nn.Sequential(layers[0], inside, layers[2])
-    model = GPipe(around, [1, 2], devices=outer_devices, chunks=3, checkpoint=checkpoint)
-    actual, expected = outcome(layers, x, run=model), plain_outcome(plain, x, chunks=3)
-    # Inner workers create the nodes of outer cells that one thread runs, so no sequence number tells the engine in
-    # which order to sum the gradients of the outer micro-batches.
-    torch.testing.assert_close(actual.param_grads, expected.param_grads, rtol=1e-12, atol=1e-12)
-    assert_same(replace(actual, param_grads=expected.param_grads), expected)
-
-
-def test_dropout_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:
-    def model(outer: str, inner: str) -> GPipe:
-        layers = nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2))
-        inside = GPipe(layers, [2, 1], devices=devices(2), chunks=2, checkpoint=inner)
-        return GPipe(nn.Sequential(nn.Identity(), inside), [1, 1], devices=devices(2), chunks=3, checkpoint=outer)
-
-    def step(outer: str, inner: str) -> Outcome:
-        torch.manual_seed(7)
-        return outcome(model(outer, inner), torch.rand(6, 2, requires_grad=True))
-
-    torch.manual_seed(3)
-    expected = step("never", "never")
-    for outer in MODES:
-        for inner in MODES:
-            assert_same(step(outer, inner), expected)
 
 
 def test_phases_in_a_pipeline_in_a_pipeline(devices: Devices) -> None:

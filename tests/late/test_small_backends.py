@@ -51,13 +51,6 @@ def without_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "_has_compatible_shallow_copy_type", lambda a, b: a.device.type == b.device.type)
 
 
-LACKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no streams": without_streams,
-    "no generators": without_generators,
-    "no .data": without_data,
-}
-
-
 def forget() -> None:
     for cached in (
         stream._has_side_streams,
@@ -68,11 +61,10 @@ def forget() -> None:
         cached.cache_clear()  # type: ignore[attr-defined]
 
 
-@pytest.fixture(params=[*LACKS, "none of them"])
-def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, lack in LACKS.items():
-        if request.param in (name, "none of them"):
-            lack(monkeypatch)
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for lack in (without_streams, without_generators, without_data):
+        lack(monkeypatch)
     forget()
     yield
     monkeypatch.undo()

@@ -68,16 +68,6 @@ def ones(rows: int = 4, columns: int = 2) -> Tensor:
 # ---------------------------------------------------------------------------------------------- equal numbers
 
 
-@pytest.mark.parametrize("mode", CHECKPOINTED)
-def test_recomputation_draws_the_same(pipe: Pipe, mode: str) -> None:
-    """Other ways to draw are rows of `recipes.py`."""
-    model, layer = drawing(pipe, torch.rand_like, mode, chunks=3)
-    model(ones(6)).sum().backward()
-    recomputed = {"always": 3, "except_last": 2}[mode]
-    assert (len(layer.first), len(layer.again)) == (3, recomputed)
-    assert all(map(torch.equal, layer.first[:recomputed], reversed(layer.again)))
-
-
 OUTSIDE: dict[str, Callable[[], float]] = {
     "random": random.random,
     "gauss": lambda: random.gauss(0, 1),
