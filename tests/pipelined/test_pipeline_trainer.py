@@ -96,21 +96,21 @@ def without_counts(model: Any) -> Any:
     return model
 
 
-def to(dtype: torch.dtype) -> Callable[[Any], Any]:
-    return lambda model: model.to(dtype)
+def in_float32(model: Any) -> Any:
+    return model.float()
 
 
 #: What a model is made into, settings, and how far weights may be apart. Products of MKL in float32 round by the place
 #: of their factors in memory, and one bit of bfloat16 is 2**-8.
 TRAINED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
-    "float64": (lambda model: model, {"eval_strategy": "steps", "eval_steps": 5}, CLOSE),
+    "float64": (
+        lambda model: model,
+        {"eval_strategy": "steps", "eval_steps": 5, "include_num_input_tokens_seen": "all"},
+        CLOSE,
+    ),
     "float64, a mean of batches": (without_counts, {}, CLOSE),
-    "float32": (to(torch.float32), {"include_num_input_tokens_seen": "all"}, 1e-4),
-    "float32, no clipping": (to(torch.float32), {"max_grad_norm": 0.0}, 1e-4),
-    "float32, scaled": (to(torch.float32), {"max_grad_norm": 0.0, "scale": 1024.0}, 1e-4),
-    "bfloat16": (to(torch.bfloat16), {}, 2e-2),
-    "autocast": (to(torch.float32), {"bf16": True}, 1e-2),
-    "LoRA, float32": (lambda model: lora(model.float()), {}, 1e-4),
+    "float32, scaled": (in_float32, {"max_grad_norm": 0.0, "scale": 1024.0}, 1e-4),
+    "autocast": (in_float32, {"bf16": True}, 1e-2),
     "LoRA, bfloat16": (lambda model: lora(model.bfloat16()), {}, 2e-2),
 }
 

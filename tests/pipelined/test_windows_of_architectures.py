@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.pipelined.helpers import CLOSE, TWO, VOCABULARY, assert_close, gradients, llama, t5
 from torchgpipe import MicroBatches, pipelined
 
-for library in ("diffusers", "timm", "transformers"):
+for library in ("diffusers", "transformers"):
     pytest.importorskip(library)
 
 #: The libraries' own, about their own.
@@ -62,18 +62,6 @@ def translation(k: int) -> dict[str, Any]:
     return {"input_ids": tokens(1 + k % 2, 4 + k), "labels": tokens(1 + k % 2, 3 + k % 4), **mask}
 
 
-def vit() -> Any:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
-    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=3, **sizes)).double()
-
-
-def images(k: int) -> dict[str, Any]:
-    labels = torch.randint(3, (1 + k % 2,))
-    return {"pixel_values": normal(1 + k % 2, 3, 16 + 4 * k, 16), "labels": labels, "interpolate_pos_encoding": True}
-
-
 def flux() -> Any:
     from diffusers import FluxTransformer2DModel
 
@@ -97,29 +85,15 @@ def latents(k: int) -> dict[str, Any]:
     }
 
 
-def convnext() -> Any:
-    import timm
-
-    return timm.create_model("convnext_atto", depths=(1, 1, 1, 1), dims=(4, 8, 8, 8), num_classes=3).double()
-
-
 ARCHITECTURES = {
     "Llama, packed sequences": Architecture(llama, packed),
     "T5": Architecture(t5, translation, is_exact=False),
-    "ViT, images of other sizes": Architecture(vit, images),
     "Flux, latents of other sizes": Architecture(flux, latents, is_exact=False),
-    "ConvNeXt of timm": Architecture(convnext, lambda k: (normal(1 + k % 3, 3, 32 + 32 * (k % 2), 32),)),
 }
 
 
-def call(model: Any, batch: Any) -> Any:
-    return model(**batch) if isinstance(batch, dict) else model(*batch)
-
-
 def loss_of(output: Any, _target: Any = None) -> Tensor:
-    if isinstance(output, (Tensor, tuple)):
-        return (output if isinstance(output, Tensor) else output[0]).square().mean()
-    loss: Tensor = output.loss
+    loss: Tensor = output[0].square().mean() if isinstance(output, tuple) else output.loss
     return loss
 
 
@@ -134,7 +108,7 @@ def test_a_window_gives_the_sum_of_plain_backwards(name: str) -> None:
     window, weights = [architecture.draw(k) for k in (0, 3, 1)], [1.0, 2.0, 0.5]
 
     def verify(is_step: bool) -> None:
-        losses = [loss_of(call(plain, batch)) for batch in window]
+        losses = [loss_of(plain(**batch)) for batch in window]
         for i in range(3) if is_step else reversed(range(3)):
             losses[i].backward(torch.full_like(losses[i], weights[i] / 3.5))
         assert_close(gradients(model), gradients(plain), 0.0 if architecture.is_exact else CLOSE)
