@@ -164,19 +164,6 @@ def test_schedules_give_equal_losses(example: Example) -> None:
     assert out.count("device 0 F0") == len(lines)
 
 
-@pytest.mark.parametrize(("count", "shared"), [(0, None), (1, [0, 0, 0, 0]), (3, [0, 0, 1, 2]), (6, [0, 1, 2, 3])])
-def test_four_partitions_share_fewer_accelerators(
-    count: int, shared: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`make demo ARGS='--partitions 2'` once raised an IndexError with one GPU."""
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("tqdm")
-    devices_for = runpy.run_path(str(EXAMPLES / "language_model.py"))["devices_for"]
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
-    assert devices_for(4) == (shared and [torch.device("cuda", index) for index in shared])
-
-
 def test_adapters(example: Example) -> None:
     out = example("adapters", "--steps 2 --batch 4 --width 8 --layers 3 --blocks 1 --rank 1", "tqdm")
     assert "8 of " in out and "down.weight" in out
@@ -189,16 +176,6 @@ def test_taken_apart(model: str, needs: str, example: Example) -> None:
         assert float(out.partition(f"{what} differ by at most ")[2].split()[0]) < 1e-4
     theirs, ours = out.rsplit("the original, with what was learnt: ")[1].split("; the pipeline: ")
     assert float(theirs) == pytest.approx(float(ours), abs=1e-2)
-
-
-def test_a_gpt2_with_two_tables_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers: Any = pytest.importorskip("transformers", minversion="5")
-    pytest.importorskip("tqdm")
-    monkeypatch.syspath_prepend(EXAMPLES)
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2))
-    gpt2.lm_head.weight = torch.nn.Parameter(gpt2.lm_head.weight.detach().clone())
-    with pytest.raises(ValueError, match="lm_head has weights of its own"):
-        runpy.run_path(str(EXAMPLES / "taken_apart.py"))["gpt2_layers"](gpt2)
 
 
 def test_unet(tmp_path: Path, example: Example) -> None:
@@ -241,9 +218,8 @@ def test_huggingface(example: Example) -> None:
         assert float(ours) == pytest.approx(float(plain), rel=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZeroBubble"])
-def test_lora(schedule: str, example: Example) -> None:
-    small = f"--steps 4 --batch 6 --layers 2 --width 16 --chunks 3 --schedule {schedule}"
+def test_lora(example: Example) -> None:
+    small = "--steps 4 --batch 6 --layers 2 --width 16 --chunks 3 --schedule ZeroBubble"
     out = example("lora", small, "transformers peft")
     assert len(re.findall(r"^loss \d\.\d{3}, then \d\.\d{3}$", out, re.MULTILINE)) == 2
     trained, total = map(int, re.findall(r"^(\d+) of (\d+) parameters", out, re.MULTILINE)[0])

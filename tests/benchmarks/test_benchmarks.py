@@ -162,22 +162,6 @@ def test_every_part_of_every_program_runs(
     assert {"torch", "cpu", "cores", "commit"} <= set(result["environment"])
 
 
-def test_parts_stay_in_a_result_that_another_part_is_written_to(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    short = "--partitions 2 --micro-batches 5 --sleep 0.0001 --turns 1 --steps 1"
-    monkeypatch.setattr(schedules, "ROWS", 2)
-    run_parts("schedules", f"{short} --only activations", monkeypatch, tmp_path)
-    monkeypatch.setattr(schedules, "NAMES", NAMES[:2])
-    result = run_parts("schedules", f"{short} --only sleeping", monkeypatch, tmp_path)
-    assert set(result["parts"]) == {"memory", "sleeping"}
-    monkeypatch.setattr(
-        sys, "argv", ["schedules", "--only", "sleeping", "recorded", "--json", str(tmp_path / "x.json")]
-    )
-    with pytest.raises(SystemExit):
-        schedules.main()
-
-
 def test_ways_are_asked_in_turn_and_every_other_turn_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -193,11 +177,6 @@ def test_ways_are_asked_in_turn_and_every_other_turn_in_reverse(monkeypatch: pyt
     assert [len(own) for own in answers.values()] == [4, 4]
     program.ask_in_turn([case], "tiny_steps.py", 2, lambda: True)
     assert len(asked) == 10, "the first turn is always asked"
-
-
-def test_ways_that_do_not_train_the_same_give_no_result() -> None:
-    with pytest.raises(RuntimeError, match="different losses"):
-        training_cores.verify_losses("mlp", {"1F1B": [{"loss": 1.0}], "GPipe": [{"loss": 1.1}]})
 
 
 def test_costs_are_told_apart() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
@@ -32,16 +31,6 @@ def test_published_balances_are_of_the_layers_of_our_models() -> None:
         with torch.device("meta"):
             model = family.make()
         assert {sum(family.balance_of(model, experiment)) for experiment in family.experiments} == {len(model)}
-
-
-def test_what_is_doubled_of_an_odd_size_meets_its_skip() -> None:
-    assert unet(2, 1, 4)(torch.rand(2, 3, 9, 10)).shape == (2, 1, 9, 10)
-
-
-def test_amoebanets_are_not_made_of_sizes_that_do_not_divide() -> None:
-    for arguments, says in (((10, 4, 16), "multiple of 3, but is 4"), ((10, 3, 12), "multiple of 8, but is 12")):
-        with pytest.raises(ValueError, match=says):
-            amoebanetd(*arguments)
 
 
 def test_gpt_sees_no_later_token() -> None:
