@@ -118,7 +118,7 @@ def cells(root: Any, m: int, n: int) -> dict[tuple[int, int], set[Any]]:
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["input needs grad", "plain input"])
 @pytest.mark.parametrize("devices", [["cpu:0", "cpu:1", "cpu:2"], ["cpu:0", "cpu:1", "cpu:0"]], ids=str)
 @pytest.mark.parametrize("separate", [False, True], ids=["one memory", "separate memory"])
-@pytest.mark.parametrize("m", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 4])
 def test_every_cell_comes_after_the_next_micro_batch(
     checkpoint: str, m: int, separate: bool, devices: list[str], needs_grad: bool, outputs: int
 ) -> None:

@@ -130,8 +130,15 @@ def test_backward_drops_the_skip_of_each_finished_micro_batch(pipe: Pipe) -> Non
     assert scene.all_gone()
 
 
-@pytest.mark.parametrize("popped", [torch.add, torch.mul, lambda x, skip: x, lambda x, skip: x + skip.detach()])
-@pytest.mark.parametrize("stashed", [lambda x: x + 1, lambda x: (x > 0).float()])
+@pytest.mark.parametrize(
+    ("stashed", "popped"),
+    [
+        (lambda x: x + 1, torch.mul),
+        (lambda x: x + 1, lambda x, skip: x),
+        (lambda x: x + 1, lambda x, skip: x + skip.detach()),
+        (lambda x: (x > 0).float(), torch.add),
+    ],
+)
 @pytest.mark.parametrize("balance", [[1, 1, 3], [5]], ids=str)
 def test_after_backward_nothing_is_left(
     pipe: Pipe,
