@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.models import amoebanetd, gpt, resnet101, unet
+from benchmarks.models import gpt, resnet101
 from benchmarks.published_speed import FAMILIES
 
 
