@@ -4,14 +4,15 @@ Each part is a table of a paper or of torchgpipe's documentation. It takes the p
 comes out of it here: counted or simulated where it needs more devices than there are.
 
     memory      parameters and memory of AmoebaNet-D and U-Net (`published_memory.py`)
+    bubbles     idle shares of schedules, with the times of four language models (`published_bubbles.py`)
     speed       speed of AmoebaNet-D, ResNet-101 and U-Net (`published_speed.py`)
 
-    python -m benchmarks.published    # half a minute, on any machine
+    python -m benchmarks.published    # two minutes, on any machine
 """
 
 from __future__ import annotations
 
-from benchmarks import published_memory, published_speed
+from benchmarks import published_bubbles, published_memory, published_speed
 from benchmarks.program import Part, Program
 
 PARTS = {
@@ -19,6 +20,12 @@ PARTS = {
         "published:memory",
         published_memory.measure,
         {"memory, counted on the meta device, and published": published_memory.published_memory},
+        cpu=True,
+    ),
+    "bubbles": Part(
+        "published:bubbles",
+        published_bubbles.measure,
+        {"idle shares, published and simulated": published_bubbles.published_bubbles},
         cpu=True,
     ),
     "speed": Part(

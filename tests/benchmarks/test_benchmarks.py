@@ -24,6 +24,7 @@ from benchmarks import (
     plan,
     plan_models,
     program,
+    published_bubbles,
     published_memory,
     published_speed,
     pytorch_pipelines,
@@ -100,6 +101,12 @@ TINY = [
         "| pipeline-2 ",
     ),
     ("published", "memory", "", "| unet (1, 2) | pipeline-2 |"),
+    (
+        "published",
+        "bubbles",
+        "",
+        "0.2431, 0.2431 (8) | 0.1055, 0.0949 (16) | 0.1585, 0.1585 (8) | 0.1083, 0.1083 (16) |",
+    ),
     ("published", "speed", "", "| U-Net (5, 64) | 8 | 40 |     3.105 |"),
     ("mechanisms", "mechanisms", "--turns 1 --steps 1 --devices cpu", "| all, and deferred batch norms "),
     ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half "),
@@ -145,6 +152,7 @@ def test_every_part_of_every_program_runs(
     monkeypatch.setitem(mechanisms.TASKS, "small", mechanisms.Task(1, 2, 4, 4, 2, 2))
     tiny_unet = published_memory.Experiment("pipeline-2", "unet", (1, 2), [25, 40], published_memory.Published("1M"))
     monkeypatch.setattr(published_memory, "EXPERIMENTS", [tiny_unet])
+    monkeypatch.setattr(published_bubbles, "SETTINGS", published_bubbles.SETTINGS[:1])
     monkeypatch.setattr(published_speed, "FAMILIES", published_speed.FAMILIES[2:])
     monkeypatch.setattr(pytorch_pipelines, "answer", micro_batches)  # Its processes take ten seconds to start.
     for module in (host_time, host_timeline, memory, memory_capacity):
