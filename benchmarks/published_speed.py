@@ -1,8 +1,8 @@
-"""The speed of AmoebaNet-D, ResNet-101 and U-Net, published beside simulated: a part of published.py.
+"""The speed of AmoebaNet-D, ResNet-101, U-Net and a Transformer, published beside simulated: a part of published.py.
 
 The experiments are torchgpipe's on Tesla P40, by its documentation, with its balances, mini-batches and micro-batches.
 The last column is what the GPipe paper has of the same models (Huang et al., 2018, table 2 and figure 3b), on TPUs and
-on P100.
+on P100; of the Transformer-48 there is no other.
 
 Nothing is measured here. The operations of each layer are counted on the meta device (`torch.utils.flop_counter`, which
 counts convolutions and matrix products), backward takes twice as many, and a micro-batch that is recomputed takes its
@@ -126,6 +126,18 @@ FAMILIES = [
             Experiment(32, [104, 137], 1.246),
             Experiment(16, [30, 66, 84, 61], 2.352),
             Experiment(40, [16, 27, 31, 44, 22, 57, 27, 17], 3.105),
+        ],
+    ),
+    Family(
+        "Transformer-48",
+        lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(48)]),  # Its layers are equal; no more is known of them.
+        (8,),
+        False,
+        False,
+        [
+            Experiment(m, [48 // n] * n, published, f"{published:g}", True)
+            for n, speeds in ((2, (1.0, 1.7, 1.8)), (4, (1.07, 3.2, 3.4)), (8, (1.3, 4.8, 6.3)))
+            for m, published in zip((1, 4, 32), speeds)
         ],
     ),
 ]
