@@ -25,6 +25,7 @@ from tests.layers import Apply, Using
 from tests.plain import assert_equal, gradients
 from torchgpipe import GPipe, MicroBatches, NoChunk, is_recomputing, pipelined
 from torchgpipe.devices.torch_internals import add_each
+from torchgpipe.graph.split_backward import SplitBackward
 from torchgpipe.schedule import Action, program
 
 SCHEDULES = ["GPipe", "1F1B", "ZeroBubble"]
@@ -537,6 +538,23 @@ def test_a_group_norm_is_differentiated_as_a_whole(devices: Devices) -> None:
     stepping(module, devices(4), schedule="ZeroBubble", loss_fn=lambda output, _: output.square().mean()).step(x)
     plain_step(plain, list(x.chunk(4)), lambda _, output: output.square().mean() * (1 / 4))
     assert_equal(gradients(module), gradients(plain))
+
+
+def test_a_weight_that_two_nodes_use_is_differentiated_in_the_first_half(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for the second half; once, a cell with such a weight was not split at all."""
+    halves: list[SplitBackward] = []
+    rest = SplitBackward.differentiate_weights
+    monkeypatch.setattr(SplitBackward, "differentiate_weights", lambda self: (halves.append(self), rest(self)))
+    twice = [Using(lambda f, x: f(f(x).tanh()).tanh(), width=6) for _ in range(4)]
+    module = nn.Sequential(*[nn.Sequential(layer, nn.Linear(6, 6)) for layer in twice]).double()
+    plain, (x, _) = copy.deepcopy(module), data()
+    options = {"schedule": "ZeroBubble", "checkpoint": "never", "loss_fn": lambda output, _: output.square().mean()}
+    stepping(module, devices(4), **options).step(x)
+    plain_step(plain, list(x.chunk(4)), lambda _, output: output.square().mean() * (1 / 4))
+    assert_equal(gradients(module), gradients(plain))
+    assert halves
 
 
 def test_a_split_backward_without_a_gradient_of_the_input_is_left_to_its_second_half() -> None:

@@ -7,13 +7,14 @@ the graph at each of these nodes by itself, and goes on to the weights only:
     output ──► node ──► node ──► node ──► input          first half, along the line
                  └► weight         └► weight             second half, one node at a time
 
-Entering at several nodes at once would count gradients twice, because one leads to the next. So a parameter that two
-nodes lead to cannot be differentiated in this way; nor can a function of Python, whose backward would run twice. Then
-the first half does all the work.
+Entering at several nodes at once would count gradients twice, because one leads to the next. So a weight that two nodes
+lead to gets its gradient in the first half. A function of Python cannot be differentiated in this way, as its backward
+would run twice. Then the first half does all the work.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from torchgpipe.graph.function import Edge, accumulate, gradients
+from torchgpipe.graph.function import Edge, accumulate
 
 __all__ = ["SplitBackward", "nodes_below"]
 
@@ -40,8 +41,12 @@ class SplitBackward:
         order = nodes_below(roots)
         #: Whether there is a gradient of the inputs.
         self.reaches_inputs = any([getattr(node, "variable", None) is leaf for node in order])
-        #: For each node where weights branch off, the leaves that it alone leads to.
+        #: For each node where weights branch off, the leaves that it alone leads to; None if there is one half.
         self._branches = _branches(order, roots, leaf)
+        #: The leaves that several of these nodes lead to.
+        self._shared: list[Tensor] = []
+        if self._branches:
+            self._branches, self._shared = _apart(self._branches)
         self._arrived: dict[Any, tuple[Tensor | None, ...]] = {}
 
     @property
@@ -50,7 +55,7 @@ class SplitBackward:
         return self._branches is not None
 
     def differentiate_inputs(self, grads: Sequence[Tensor]) -> None:
-        """Let the gradient of the inputs arrive, and note the gradients at the branches."""
+        """Let the gradients of the inputs and of shared weights arrive, and note the gradients at the branches."""
         assert self._branches is not None
         handles = []
         for node in self._branches:
@@ -60,7 +65,7 @@ class SplitBackward:
 
             handles.append(node.register_prehook(note))
         try:
-            gradients(self._roots, grads, [self._leaf], True)
+            accumulate(self._roots, grads, True, [self._leaf, *self._shared])
         finally:
             for handle in handles:
                 handle.remove()
@@ -85,8 +90,7 @@ class SplitBackward:
 def _branches(order: Sequence[Any], roots: Sequence[Edge], leaf: Tensor) -> dict[Any, list[Tensor]] | None:
     """Return the nodes on the way to ``leaf`` at which weights branch off, with the weights.
 
-    None, if the graph has a function of Python, a root that does not lead to ``leaf``, a weight of several nodes, or a
-    group norm.
+    None, if the graph has a function of Python, a root that does not lead to ``leaf``, or a group norm.
     """
     leads: dict[Any, bool] = {}
     for node in reversed(order):
@@ -98,20 +102,24 @@ def _branches(order: Sequence[Any], roots: Sequence[Edge], leaf: Tensor) -> dict
     if not all(leads[root.node] for root in roots):
         return None
     branches: dict[Any, list[Tensor]] = {}
-    owners: dict[int, Any] = {}
     for node in order:
         sides = [end for end, _ in node.next_functions if end is not None and leads[node] and not leads[end]]
         # Without the gradient of its input, a group norm kills the process if memory is in the order of channels.
         if sides and type(node).__name__ == "NativeGroupNormBackward0":
             return None
-        if sides:
-            branches[node] = []
-            for below in nodes_below([GradientEdge(side, 0) for side in sides]):
-                if hasattr(below, "variable"):
-                    if owners.setdefault(id(below), node) is not node:
-                        return None
-                    branches[node].append(below.variable)
+        below = nodes_below([GradientEdge(side, 0) for side in sides])
+        if weights := [one.variable for one in below if hasattr(one, "variable")]:
+            branches[node] = weights
     return branches
+
+
+def _apart(branches: dict[Any, list[Tensor]]) -> tuple[dict[Any, list[Tensor]] | None, list[Tensor]]:
+    """Return the branches with the weights that each alone leads to, None if there are none, and all other weights."""
+    every = [weight for weights in branches.values() for weight in weights]
+    counts = Counter(map(id, every))
+    own = {node: [one for one in weights if counts[id(one)] == 1] for node, weights in branches.items()}
+    own = {node: weights for node, weights in own.items() if weights}
+    return own or None, [*{id(one): one for one in every if counts[id(one)] > 1}.values()]
 
 
 def nodes_below(roots: Sequence[Edge]) -> list[Any]:
