@@ -23,7 +23,9 @@ __all__ = ["Crash", "launch"]
 
 # the server of `torch.multiprocessing`
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.conftest", "tests.distributed.launch"])
+# Also what PyTorch imports when it first needs fake tensors, which takes longer than most tests.
+_FAKE = ["torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+_SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.conftest", "tests.distributed.launch", *_FAKE])
 
 
 class Crash(AssertionError):
