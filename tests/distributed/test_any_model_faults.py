@@ -93,6 +93,7 @@ def learn(where: str, kind: str, call: str) -> list[str]:
     for _ in range(2):
         with pytest.raises((RuntimeError, ArithmeticError)) as info:
             step()
+            step()  # A process that waits for nothing more in backward is told when it prepares the next step.
         said.append("\n".join([type(info.value).__name__, str(info.value), *getattr(info.value, "__notes__", [])]))
     return said
 

@@ -80,24 +80,21 @@ def step_over_processes(*args: Any) -> tuple[Any, ...]:
     return step(dist.init_device_mesh("cpu", (N,)), *args)
 
 
-def test_what_crosses_is_sent_once() -> None:
+def test_what_crosses_is_sent_once_and_blocks_of_other_processes_never_run() -> None:
+    """They ran on stand-ins, once for each form, and once for each micro-batch if that was not noticed to be one."""
     first, last = launch(N, step_over_processes, (), N, "step")
     nbytes = ROWS * WIDTH * 8
     # In each of two steps one hidden state of each micro-batch, and neither the mask nor skips, which are not taken.
     assert first[1]["tensors sent"] == 2 * M and first[1]["tensors bytes"] == 2 * M * nbytes
     assert last[1]["gradients sent"] == 2 * M and last[1]["gradients bytes"] == 2 * M * nbytes
     assert "gradients sent" not in first[1] and "tensors sent" not in last[1]
-
-
-def test_blocks_of_other_processes_never_run() -> None:
-    """They ran on stand-ins, once for each form, and once for each micro-batch if that was not noticed to be one."""
-    assert [calls for _, _, calls in launch(N, step_over_processes, (), N, "step")] == [0] * N
+    assert first[2] == last[2] == 0
 
 
 @pytest.mark.parametrize("way", ["step", "call"])
 @pytest.mark.parametrize("partitions", [N, 2 * N])
 def test_micro_batches_with_other_crossings(partitions: int, way: str) -> None:
-    """Each process expects what crossed in the micro-batch before, and gets something else."""
+    """Each process once expected what crossed in the micro-batch before, and got something else."""
     skips = (1, 2)
     expected, _, _ = step(None, skips, partitions, "step")
     found: dict[str, Any] = {}

@@ -263,20 +263,14 @@ def test_random_models_are_equal(step: bool, partitions: int, schedule: str) -> 
     assert_equal([Seeded(seed) for seed in range(6)], step=step, partitions=partitions, schedule=schedule)
 
 
-def test_hooks_see_what_a_module_that_routes_returns_elsewhere() -> None:
-    """Without values, such a module does not run, so its hooks were never called, and a process waited for ever."""
-    assert_equal([routed], step=True)
+def test_hooks_strides_objects_and_lists_are_equal() -> None:
+    """Hooks of a module that routes were never called, and a process waited for ever.
 
-
-def test_strides_cross() -> None:
-    """Values were laid out in the strides of fake tensors, which differ from a convolution's: images came scrambled."""
-    assert_equal([images], step=True)
-
-
-@pytest.mark.parametrize("verify", [False, True])
-def test_objects_lists_and_slices_cross(verify: bool) -> None:
-    """A list got its tensors twice, or without values, and so did objects; slices began elsewhere, and were rounded."""
-    assert_equal([sliced], step=True, verify=verify)
+    Values were laid out in the strides of fake tensors, which differ from a convolution's: images came scrambled. A
+    list got its tensors twice, or without values, and so did objects; slices began elsewhere, and were rounded.
+    """
+    assert_equal([routed, images, sliced], step=True)
+    assert_equal([sliced], step=True, verify=True)
 
 
 def test_recomputation() -> None:

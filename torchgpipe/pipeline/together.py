@@ -154,22 +154,15 @@ def checksum_of_values(parts: Iterable[Any]) -> int:
     return checksum
 
 
-def _difference(logs: Sequence[Sequence[Sequence[Any]]]) -> str:
+def _difference(logs: Sequence[Sequence[Sequence[str]]]) -> str:
     """Return an error that tells the first crossing that processes disagree on."""
     for i, each_log in enumerate(zip(*logs)):
-        for number, crossings in enumerate(zip_longest(*each_log)):
+        for number, crossings in enumerate(zip_longest(*each_log, fillvalue="nothing")):
             if len(set(crossings)) > 1:
-                said = "; ".join([f"process {rank}: {_shown(crossing)}" for rank, crossing in enumerate(crossings)])
+                said = "; ".join([f"process {rank}: {crossing}" for rank, crossing in enumerate(crossings)])
                 return (
                     f"processes have come to other crossings in micro-batch {i} (number {number}: {said}), so what "
                     "they have computed is wrong: something in the forward differs between processes, such as the "
                     "time, the order of a set, a hook, or values that one process has and the forward has read unseen"
                 )
     return "processes have run other numbers of micro-batches"
-
-
-def _shown(crossing: Any) -> str:
-    if crossing is None:
-        return "nothing"
-    home, column, shape, dtype, _ = crossing
-    return f"{tuple(shape)} {dtype} from partition {home} to {column}"

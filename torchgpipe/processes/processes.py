@@ -7,10 +7,9 @@ process that fails later closes its connections, by which those that wait for it
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -21,8 +20,6 @@ from torch import Tensor
 from torchgpipe.devices.torch_internals import default_store, named_group, timeout_of
 from torchgpipe.processes.messages import Messages
 from torchgpipe.processes.stand_in import StandIn
-from torchgpipe.processes.tags import NUMBERS, PROOF, tag_of
-from torchgpipe.processes.wire import in_two, pack, size_of_rest, unpack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,15 +29,12 @@ __all__ = ["OthersFail", "Processes"]
 K = TypeVar("K")
 V = TypeVar("V")
 
-#: How long a process waits in the store before it looks whether others have failed.
-_LOOK = timedelta(seconds=2)
-
-#: How many groups this process has made of each group of a mesh.
+#: How many pipelines and groups this process has made of each group of a mesh.
 _counts: Counter[str] = Counter()
 
 
 def _next_name(group: Any) -> str:
-    """Return a name for a new group beside one of a mesh, whose processes all make their pipelines in the same order.
+    """Return a name for a new one of a group of a mesh, whose processes all make their pipelines in the same order.
 
     Other processes may make others meanwhile, as those of another slice of the mesh.
     """
@@ -79,23 +73,23 @@ class Processes:
             raise ValueError(f"mesh must have the dimensions (stages,) or (replicas, stages), but has {mesh.ndim}")
         of_stages = mesh.get_group(mesh.ndim - 1)
         timeout = timeout or timeout_of(of_stages)
-        # Groups of their own: closing them tells the others of a failure, and they are not in anybody's way.
         self._prefix = _next_name(of_stages)
-        self._group = named_group(of_stages, self._prefix, timeout, "gloo")
         self.replica_group: Any = None
         if mesh.ndim == 2:  # For gradients on their devices, and for numbers of the host.
             both = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend() else "gloo"
             of_replicas = mesh.get_group(0)
             self.replica_group = named_group(of_replicas, _next_name(of_replicas), timeout, both)
         self.replica = 0 if self.replica_group is None else dist.get_rank(self.replica_group)
-        self._part, self._phase, self._timeout = part, "", timeout
+        self._part, self._phase = part, ""
         #: The error after which the connections were closed.
         self._closed = ""
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self.messages = Messages(self._group)
+        self.rank, self.size = dist.get_rank(of_stages), dist.get_world_size(of_stages)
+        self._all = dist.get_process_group_ranks(of_stages)
+        self._store = default_store()
+        # Connections of its own: closing them tells the others of a failure, and they are not in anybody's way.
+        self.messages = Messages(self._store, self._prefix, self.rank, self.size, timeout)
         self.owners: Sequence[int] = []
         self.step = 0
-        self._store = default_store()
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self  # A group of processes cannot be copied, and a copy of the model has the same.
@@ -107,7 +101,7 @@ class Processes:
     def place(self) -> str:
         """The rank and the columns of this process, as text."""
         mine = ", ".join([str(j) for j in range(len(self.owners)) if self.is_mine(j)])
-        place = f"rank {dist.get_rank()}, {self._part} {mine} of {len(self.owners)}"
+        place = f"rank {self._all[self.rank]}, {self._part} {mine} of {len(self.owners)}"
         return place if self.replica_group is None else f"{place} in replica {self.replica}"
 
     def is_mine(self, j: int) -> bool:
@@ -131,7 +125,7 @@ class Processes:
 
         Args:
             parts: what must be equal in all processes, by what the error says of the others where it is not
-            own: what to tell the others, such as a seed; see `pack`
+            own: what to tell the others, such as a seed
             failed: whether this process could not prepare the step. The caller raises the error that says why.
 
         Returns:
@@ -183,28 +177,20 @@ class Processes:
         """Return what all processes give, by rank.
 
         Args:
-            value: what this process gives; see `pack`
+            value: what this process gives
             what: names it, for errors
             fault: what has kept this process from giving anything; see `all_together`
 
         Raises:
             OthersFail: another process has a fault, and this one has none.
         """
-        first, rest = in_two([None if fault is None else f"{type(fault).__name__}: {fault}"[:500], value])
-        with self.exchanging(what):
-            rows = self._gathered(first)
-            longest = max(map(size_of_rest, rows))
-            rests = self._gathered(torch.cat([rest, rest.new_empty(longest - len(rest))])) if longest else rows
-            told = [unpack(torch.cat(parts)) for parts in zip(rows, rests)]
+        word = None if fault is None else f"{type(fault).__name__}: {fault}"[:500]
+        self.send([word, value], range(self.size), "gathered")
+        told = [self.receive(rank, "gathered", what) for rank in range(self.size)]
         for rank, (word, _) in enumerate(told) if fault is None else ():
             if word is not None:
                 raise OthersFail(f"{self.place}: rank {self._ranks([rank])} has failed before {what}: {word}")
         return [given for _, given in told]
-
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        rows = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(rows, tensor, group=self._group)
-        return rows
 
     @contextmanager
     def all_together(self, what: str) -> Iterator[None]:
@@ -232,21 +218,12 @@ class Processes:
         self.gather(None, what)
 
     def collect(self, named: dict[K, V], what: str) -> dict[K, V]:
-        """Return, in the first process, what all have, by names, see `pack`; in the others, what these have."""
+        """Return, in the first process, what all have, by names; in the others, what these have."""
         if self.rank:
-            self.messages.tell(named, [0], tag_of(PROOF, 0, 0))
+            self.send(named, [0], "collected")
         for rank in self.others if self.rank == 0 else ():
-            with self.exchanging(what, [rank]):
-                named = self.messages.hear(rank, tag_of(PROOF, 0, 0)) | named
+            named = self.receive(rank, "collected", what) | named
         return named
-
-    def broadcast(self, tensor: Tensor, source: int, what: str) -> None:
-        """Give ``tensor`` the values that it has in ``source``."""
-        with self.exchanging(what):
-            on_host = tensor.detach().cpu().contiguous()
-            dist.broadcast(on_host, group=self._group, group_src=source)
-            if self.rank != source:
-                tensor.detach().copy_(on_host)
 
     def add_replicas(self, tensor: Tensor, what: str) -> None:
         """Add to ``tensor`` its values in all other replicas."""
@@ -264,45 +241,20 @@ class Processes:
                 dist.broadcast(values, group=self.replica_group, group_src=0)
                 tensor.detach().copy_(values)
 
-    def publish(self, word: str, value: Any) -> None:
-        """Let other processes look up a value, see `pack`; nobody waits."""
-        self._store.set(f"{self._prefix}/{word}", pack(value).numpy().tobytes())
+    # --------------------------------------------------------------------------------------------------------- messages
 
-    def withdraw(self, word: str) -> None:
-        """Remove from the store what was published."""
-        self._store.delete_key(f"{self._prefix}/{word}")
+    def send(self, value: Any, to: Sequence[int], key: str, what: str = "") -> None:
+        """See `Messages.send`."""
+        self._verify_open()
+        self.messages.send(value, to, key, what)
 
-    def look_up(self, word: str, source: int, what: str) -> Any:
-        """Return a value that ``source`` publishes, and wait for it."""
-        key, end = f"{self._prefix}/{word}", time.monotonic() + self._timeout.total_seconds()
-        with self.exchanging(what, [source]):
-            # A connection of its own, as whoever waits in a store keeps all others from it.
-            store = self._store if self._store.check([key]) else self._store.clone()
-            while not store.check([key]):
-                if self._failures():
-                    raise RuntimeError("it has failed")
-                if time.monotonic() > end:
-                    raise RuntimeError(f"nothing came within {self._timeout}")
-                with suppress(RuntimeError):  # Nothing has come so far.
-                    store.wait([key], _LOOK)
-            return unpack(store.get(key))
-
-    def take_numbers(self, states: dict[int, Tensor], i: int, j: int) -> None:
-        """Take over the states of generators behind the column before ``j``, if that is in another process.
-
-        Args:
-            states: the states that micro-batch ``i`` has left, which are changed
-            i: the micro-batch
-            j: the column that begins
-        """
-        if j and not self.is_mine(j - 1):
-            with self.exchanging(f"the random state of micro-batch {i}", [self.owners[j - 1]]):
-                states.update(self.messages.hear(self.owners[j - 1], tag_of(NUMBERS, i, j)))
-
-    def leave_numbers(self, states: dict[int, Tensor], i: int, j: int) -> None:
-        """Leave the states of generators behind column ``j`` to the process of the next one, if that is another."""
-        if j + 1 < len(self.owners) and not self.is_mine(j + 1):
-            self.messages.tell(dict(states), [self.owners[j + 1]], tag_of(NUMBERS, i, j + 1))
+    def receive(self, source: int, key: str, what: str, **how: Any) -> Any:
+        """See `Messages.receive`; ``what`` names what is received in the error if it does not come."""
+        self._verify_open()
+        try:
+            return self.messages.receive(source, key, **how)
+        except ConnectionError as error:
+            self._lost(error, what, self._ranks([source]))
 
     # --------------------------------------------------------------------------------------------------------- failures
 
@@ -327,9 +279,7 @@ class Processes:
         """Surround what begins in a phase, and tell the others of a failure; ``where`` ends the note on the error."""
         self._phase = phase
         try:
-            with self._naming_peers():
-                yield
-            self._flush()
+            yield
         except BaseException as error:
             error.add_note(f"{self.place} at step {self.step}{where}")
             if self._phase == "prepares" and not self._closed:
@@ -345,20 +295,6 @@ class Processes:
                 "processes again from the last checkpoint"
             )
 
-    @contextmanager
-    def _naming_peers(self) -> Iterator[None]:
-        """Name this process in an error of gloo that a message has raised, as when its receiver has ended."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "gloo" in str(error) and "in vain" not in str(error):
-                self._lost(error, "an answer to its messages", self._ranks(self.others))
-            raise
-
-    def _flush(self) -> None:
-        with self.exchanging("room for what it has sent"):
-            self.messages.flush()
-
     def fail(self, error: BaseException) -> None:
         """Close the connections, and tell the others of an error, wherever they wait for this process."""
         if self._closed:
@@ -366,41 +302,28 @@ class Processes:
         self._closed = f"{type(error).__name__}: {error}"[:500]
         with suppress(RuntimeError):  # The store may be in a process that has ended.
             self._store.set(f"{self._prefix}/failed/{self.rank}", self._closed)
-        del self.messages  # With all that was to be sent and received.
-        for group in (self._group, self.replica_group):
-            if group is not None:
-                dist.destroy_process_group(group)
-        del self._group
+        self.messages.close()
+        if self.replica_group is not None:
+            dist.destroy_process_group(self.replica_group)
 
     @contextmanager
-    def exchanging(self, what: str, peers: Sequence[int] | None = None, group: Any = None) -> Iterator[None]:
-        """Name this process and its peers in errors of an exchange.
-
-        Args:
-            what: names what this process waits for
-            peers: the ranks that should send it; all others if None
-            group: what the ranks are in, if not the pipeline
-        """
+    def exchanging_with_replicas(self, what: str) -> Iterator[None]:
+        """Name this process and those with the same columns in other replicas in errors of an exchange of ``what``."""
         self._verify_open()
         try:
             yield
         except RuntimeError as error:
-            if hasattr(error, "__notes__"):  # It was told where this is from: of what has gone on meanwhile.
-                raise
-            group = group or self._group
-            others = peers or [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
-            self._lost(error, what, self._ranks(others, group))
-
-    def exchanging_with_replicas(self, what: str) -> AbstractContextManager[None]:
-        """See `exchanging`; the peers are the processes with the same columns in other replicas."""
-        return self.exchanging(what, group=self.replica_group)
+            ranks = [rank for rank in dist.get_process_group_ranks(self.replica_group) if rank != self._all[self.rank]]
+            self._lost(error, what, ", ".join(map(str, ranks)))
 
     def _lost(self, error: Exception, what: str, ranks: str) -> NoReturn:
         why = "; ".join(self._failures()) or error
-        raise RuntimeError(
+        lost = RuntimeError(
             f"{self.place} has waited in step {self.step} for {what} from rank {ranks}, in vain: {why}; read the error "
             "of that process, and start all of them again from the last checkpoint"
-        ) from error
+        )
+        self.fail(lost)
+        raise lost from error
 
     def _failures(self) -> list[str]:
         """Return what other processes say of their failures."""
@@ -413,6 +336,6 @@ class Processes:
         except RuntimeError:  # The store was in a process that has ended.
             return []
 
-    def _ranks(self, ranks: Sequence[int], group: Any = None) -> str:
-        """Return ranks of a group, of the pipeline by default, as those of all processes, as text."""
-        return ", ".join([str(dist.get_global_rank(group or self._group, rank)) for rank in ranks])
+    def _ranks(self, ranks: Sequence[int]) -> str:
+        """Return ranks of the pipeline as those of all processes, as text."""
+        return ", ".join([str(self._all[rank]) for rank in ranks])

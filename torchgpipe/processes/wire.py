@@ -1,8 +1,8 @@
 """What processes tell each other: plain data as JSON, and behind it the elements of tensors.
 
-    length of the text, and of all │ text │ elements of the first tensor │ of the second ...
+    length of the text │ text │ elements of the first tensor │ of the second ...
 
-Whoever reaches the store or a port of the group can put something there. A pickle runs what it names; a text here can
+Whoever reaches the store or a port can put something there. A pickle runs what it names; a text here can
 only name what is registered, and classes of containers that this process has itself seen in its run of the sample.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchgpipe.processes.elements import ALIGNMENT, elements_of, restored, sent_shape, shift_of
 from torchgpipe.processes.stand_in import Form
 
-__all__ = ["in_two", "pack", "register", "see_class", "size_of", "size_of_rest", "unpack"]
+__all__ = ["pack", "register", "see_class", "unpack"]
 
 
 #: The name of each class whose values can be told, and what returns simpler values that stand for one.
@@ -122,16 +122,16 @@ def _closed(told: list[Any]) -> Any:
 _makers |= {"object": _closed, "Untold": Untold}
 
 
-#: The lengths at the beginning, and the bytes that are sent at first: most of what is told is not longer.
-_HEAD, _FIRST = struct.Struct("<qq"), 1024
+#: The length of the text.
+_HEAD = struct.Struct("<q")
 
 
-def pack(value: Any, size: int = 0) -> Tensor:
+def pack(value: Any, lead: int = 0) -> Tensor:
     """Return a value as bytes; for what is neither plain nor a dense tensor, there will be an `Untold`.
 
     Args:
         value: the value
-        size: the least number of bytes
+        lead: how many bytes are free in front
     """
     tensors: list[tuple[Tensor, int]] = []
     text = json.dumps(_told(value, tensors)).encode()
@@ -139,42 +139,25 @@ def pack(value: Any, size: int = 0) -> Tensor:
     for flat, shift in tensors:
         places.append(_aligned(end) + shift * flat.itemsize)
         end = places[-1] + flat.nbytes
-    data = torch.empty(max(size, end), dtype=torch.uint8, device="cpu")
-    room: Any = data.numpy()
-    memoryview(room)[: _HEAD.size + len(text)] = _HEAD.pack(len(text), end) + text
+    data = torch.empty(lead + end, dtype=torch.uint8, device="cpu")
+    room: Any = data[lead:].numpy()
+    memoryview(room)[: _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
     for place, (flat, _) in zip(places, tensors):
         room[place : place + flat.nbytes] = flat.view(torch.uint8).numpy()
     return data
 
 
-def size_of(forms: Sequence[Form]) -> int:
-    """Return a number of bytes in which `pack` has room for a list of tensors of these forms, with any strides."""
-    return 64 + sum([math.prod(form.shape) * form.dtype.itemsize + 48 * len(form.shape) + 320 for form in forms])
-
-
-def in_two(value: Any) -> tuple[Tensor, Tensor]:
-    """Return the bytes of `pack` as a tensor of a fixed length, and the rest; see `size_of_rest`."""
-    data = pack(value, _FIRST)
-    return data[:_FIRST], data[_FIRST:]
-
-
-def size_of_rest(first: Tensor) -> int:
-    """Return the length of what follows the first tensor of `in_two`."""
-    _, end = _HEAD.unpack(bytes(first[: _HEAD.size].tolist()))
-    return max(0, int(end) - _FIRST)
-
-
-def unpack(data: Tensor | bytes, device: torch.device | None = None) -> Any:
+def unpack(data: Tensor, device: torch.device | None = None) -> Any:
     """Return the value that `pack` has been given.
 
     Args:
-        data: the bytes, and perhaps others behind; tensors of the host are in their memory
+        data: the bytes; tensors of the host are in their memory
         device: where tensors go, if not to the host
 
     Raises:
         RuntimeError: these are no such bytes.
     """
-    buffer: Any = data.numpy() if isinstance(data, Tensor) else bytearray(data)
+    buffer: Any = data.numpy()
     begin = 0
 
     def take(name: str, shape: list[int], stride: list[int], shift: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,7 @@ from torchgpipe.spine.twin import may_have_twin, twin_of
 from torchgpipe.transport.copier import copier
 from torchgpipe.transport.route import Route
 
-__all__ = ["Columns", "Message"]
-
-
-class Message(NamedTuple):
-    """A tensor that crosses between two processes; ``is_sent`` says whether this one is the sender."""
-
-    size: int
-    peer: int
-    is_sent: bool
+__all__ = ["Columns"]
 
 
 class Columns(list[Column]):
@@ -87,9 +79,6 @@ class Columns(list[Column]):
         self.buffers = buffers or {}
         #: The places where glue has read values that one process has, each with what it called.
         self.reads: dict[str, str] = {}
-        #: By micro-batch, for each whose arguments have the forms of those before: by their numbers, the messages that
-        #: the one before had.
-        self.expected: dict[int, dict[int, Message]] = {}
         self._numbers = random_numbers
         self.crossed: list[Crossed] = []
         self._again = settings.again

@@ -129,10 +129,17 @@ class Imports:
                 return self.import_tensor(known.result)
             if known.column == column:
                 return known.result
+        result = self._brought(tensor, records)
+        if result is not tensor:
+            self._imports[key] = Known(tensor, column, result, versions([result])[0])
+        return result
+
+    def _brought(self, tensor: Tensor, records: bool) -> Tensor:
+        """Return what stands for a tensor in this column from now on."""
+        column, node = self.column, tensor.grad_fn
         alias = self._aliases.at(tensor, column)
         if alias is not None:
             return alias
-        node = tensor.grad_fn
         # A leaf may require grad: the model keeps it, or a library wants it of what a frozen layer returns.
         home = column if node is None else self._home_of(tensor, node)
         if home == column or (records and not self._cells):
@@ -141,8 +148,6 @@ class Imports:
         else:
             result = self._import(tensor, home, records)
         self._aliases.verify_present(result, column, "the model")
-        if result is not tensor:
-            self._imports[key] = Known(tensor, column, result, versions([result])[0])
         return result
 
     def _import(self, tensor: Tensor, home: int, records: bool) -> Tensor:

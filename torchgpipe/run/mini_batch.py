@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -44,7 +42,6 @@ from torchgpipe.run.visitors import RecomputationVisitor
 from torchgpipe.schedule import Action, Program
 from torchgpipe.schedule.action import Kind as ActionKind
 from torchgpipe.schedule.action import with_recomputation
-from torchgpipe.spine.abstract import described
 from torchgpipe.spine.door import visiting
 from torchgpipe.spine.glue import explain_compiler
 from torchgpipe.spine.weights import add_shared
@@ -140,20 +137,6 @@ class MiniBatch:
         self._agenda = _agenda_of(tuple(map(tuple, program)), mine, tuple(counts), keeps, backward=backward)
         #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
         self.crossings: list[Any] = [None] * self._m
-        #: For a cell, the micro-batch that is differentiated next in its column.
-        self._following: dict[tuple[int, int], int] = {}
-        if columns.processes is not None:
-            workers = {column.stream.device for column in columns if mine[column.j]}
-            columns.processes.messages.pauses.by_others = self._threads is not None and len(workers) > 1
-            forms = [described(tuple(arguments), []) for arguments in inputs]
-            # With several columns in a process, frames that take other ways pass them in other orders at both ends.
-            is_certain = len({*columns.processes.owners}) == self._n
-            expecting = range(1, self._m if is_certain else 0)
-            columns.expected = {i: {} for i in expecting if forms[i] == forms[i - 1]}
-            backward_of = [(j, i) for kind, i, j in self._agenda.actions if kind in "BI"]
-            for (j, i), (c, k) in pairwise(sorted(backward_of, key=itemgetter(0))):  # Else in the order of the agenda.
-                if j == c:
-                    self._following[i, j] = k
 
     # ------------------------------------------------------------------------------------------------- the program
 
@@ -292,8 +275,6 @@ class MiniBatch:
             with self._numbers_passed_on(i, j), self.random_numbers.of(i, self.columns.devices[j]):
                 frame.advance(j)
             mark_ready(self.columns[j].leaving, i)
-            if self.columns.processes is not None:
-                self.columns.processes.messages.ask()
         except BaseException as error:
             inside = f"'{frame.module}'" if frame.module else self._model
             explain_compiler(error)
@@ -311,7 +292,11 @@ class MiniBatch:
         if processes is None or not isinstance(frame, RemoteFrame) or not numbers.following(columns.devices[j]):
             yield
             return
-        processes.take_numbers(numbers.state(i), i, j)
+        if j and not columns.is_mine(j - 1):
+            states = processes.receive(
+                processes.owners[j - 1], f"numbers {i} {j}", f"the random state of micro-batch {i}"
+            )
+            numbers.state(i).update(states)
         yield
         frame.hand_on_numbers(j, numbers.state(i))
 
@@ -341,7 +326,6 @@ class MiniBatch:
             else:
                 self._finish(i, output, (lambda _: Export(None, self._n - 1)) if cells else None)
             if isinstance(frame, RemoteFrame):
-                frame.imports.settle()
                 self.crossings[i] = frame.imports.log
 
         # Here, too: in a thread of its own, a frame does not run in the modes of a worker.
@@ -385,10 +369,6 @@ class MiniBatch:
         cell = self._cells[i][j]
         if last:
             self._cells[i][j] = None
-        if isinstance(cell, RemoteCell):
-            k = self._following.get((i, j))
-            following = None if k is None or self.crossings[k] is None else self._cells[k][j]
-            cell.following = following if isinstance(following, RemoteCell) else None
         return cell
 
     @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchgpipe.cell.cell import Arrival, Cell, Export, Source
@@ -18,9 +19,6 @@ from torchgpipe.devices.typing import Leaf
 from torchgpipe.graph.function import Edge
 from torchgpipe.offload.host_copies import Kept
 from torchgpipe.processes.processes import Processes
-from torchgpipe.processes.stand_in import Form
-from torchgpipe.processes.tags import GRADIENTS, tag_of
-from torchgpipe.processes.wire import size_of
 
 __all__ = ["RemoteCell"]
 
@@ -70,9 +68,6 @@ class RemoteCell(Cell):
     Args:
         processes: the processes
         i, column: see `Cell`
-
-    Attributes:
-        following: the cell of the column that is differentiated next, if its forward has ended
     """
 
     kind_of_export = RemoteExport
@@ -80,11 +75,10 @@ class RemoteCell(Cell):
     def __init__(self, processes: Processes, i: int, column: Column) -> None:
         super().__init__(i, column)
         self._processes = processes
-        self.following: RemoteCell | None = None
-        #: By the column that has received them, the exports that were sent, with their forms.
-        self._sent: dict[int, list[tuple[RemoteExport, Form]]] = {}
-        #: By the column that they come from, the numbers of the imports that were received, with their forms.
-        self._received: dict[int, list[tuple[int, Form]]] = {}
+        #: By the column that has received them, the exports that were sent, with their devices.
+        self._sent: dict[int, list[tuple[RemoteExport, torch.device]]] = {}
+        #: By the column that they come from, the numbers of the imports that were received.
+        self._received: dict[int, list[int]] = {}
 
     def export(self, tensor: Tensor) -> RemoteExport:
         """See `Cell.export`."""
@@ -96,55 +90,37 @@ class RemoteCell(Cell):
         """Return what the gradient of a tensor arrives at from a column of this process."""
         return FromColumn(self.export(tensor), column)
 
-    def note_sent(self, column: int, export: RemoteExport, form: Form) -> None:
-        """Note that an export was sent to a column of another process."""
-        self._sent.setdefault(column, []).append((export, form))
+    def note_sent(self, column: int, tensor: Tensor) -> None:
+        """Note that a tensor was sent to a column of another process."""
+        self._sent.setdefault(column, []).append((self.export(tensor), tensor.device))
 
-    def note_received(self, home: int, form: Form) -> Source:
-        """Return where the gradient of the next import goes.
-
-        Args:
-            home: the column that it was received from
-            form: its form
-        """
-        self._received.setdefault(home, []).append((len(self.sources), form))
+    def note_received(self, home: int) -> Source:
+        """Return where the gradient of the next import goes, which was received from column ``home``."""
+        self._received.setdefault(home, []).append(len(self.sources))
         return None, Arrival()
 
     def arrived(self) -> list[Leaf]:
         """See `Cell.arrived`; what comes from other processes is received."""
         for c in sorted(self._sent, reverse=True):
-            exports, forms = zip(*self._sent[c])
-            source, tag = self._processes.owners[c], self._tag(self.column.partition, c)
-            what = f"the gradient of micro-batch {self.i} of partition {c}"
-            with self._processes.exchanging(what, [source]):
-                grads = self._processes.messages.receive_tensors(size_of(forms), source, tag, forms[0].device)
+            exports, devices = zip(*self._sent[c])
+            what, key = f"the gradient of micro-batch {self.i} of partition {c}", self._key(self.column.partition, c)
+            grads = self._processes.receive(self._processes.owners[c], key, what, device=devices[0])
             for export, grad in zip(exports, grads):
                 export.add_from(c, grad)
-        if self.following is not None:
-            self.following.expect()
-            self.following = None
         return super().arrived()
-
-    def expect(self) -> None:
-        """Expect the gradients of what was sent."""
-        for c, pairs in self._sent.items():
-            size, tag = size_of([form for _, form in pairs]), self._tag(self.column.partition, c)
-            self._processes.messages.expect(size, self._processes.owners[c], tag)
 
     def differentiate(self, grads: Sequence[Leaf], *, keep_graph: bool = False, **others: Any) -> list[Leaf]:
         """See `Cell.differentiate`; the gradients of what was received are sent, and not returned."""
         result = super().differentiate(grads, keep_graph=keep_graph, **others)
         for a in sorted(self._received, reverse=True):
-            numbers, forms = zip(*self._received[a])
+            numbers = self._received[a]
             mine = [result[number] if result else None for number in numbers]
             for number in numbers if result else ():
                 result[number] = None
-            tag = self._tag(a, self.column.partition)
-            self._processes.messages.send_tensors(mine, size_of(forms), self._processes.owners[a], tag, "gradients")
-        self._processes.messages.ask()
+            self._processes.send(mine, [self._processes.owners[a]], self._key(a, self.column.partition), "gradients")
         if not keep_graph:
             self._sent, self._received = {}, {}
         return result
 
-    def _tag(self, a: int, c: int) -> int:
-        return tag_of(GRADIENTS, self.i, a * len(self._processes.owners) + c)
+    def _key(self, a: int, c: int) -> str:
+        return f"gradients {self.i} {a} {c}"

@@ -1,14 +1,14 @@
 """What a module of another process returns here: stand-ins, whose forms follow from those of the arguments.
 
 A module runs in its own process only. What it returns, what it puts into its arguments and its attributes, and what
-hooks inside see, that process publishes when the module first gets arguments of some forms; the others look it up.
+hooks inside see, that process tells when the module first gets arguments of some forms; the others wait for it there.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from torchgpipe.spine.settings import Settings
 __all__ = ["RemoteDoors"]
 
 
-#: The most calls that are remembered, and the most that are in the store.
-_MOST, _MOST_STORED = 10_000, 2_000
+#: The most calls that are remembered behind a mini-batch.
+_MOST = 2_000
 
 
 @register
@@ -84,30 +84,28 @@ class RemoteDoors:
         self._modes = 0
         #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
         self._hooks: dict[Door, list[dict[int, Any]]] = {}
-        #: What modules of other processes do.
+        #: The words of all that was told, which all processes know.
+        self._told: set[str] = set()
+        #: What modules do, by what tells their calls from others here.
         self._known: dict[Any, _Effect] = {}
-        #: Of modules of this process, what others may have been told, and what tells that from all else: the forms that
-        #: the module returns, and leaves in attributes and arguments.
-        self._published: dict[Any, tuple[_Effect, Any]] = {}
+        #: Of modules of this process, the forms that they return, and leave in attributes and arguments.
+        self._returned: dict[Any, Any] = {}
         #: The attributes that modules of this process have set in any call: others have stand-ins there.
         self._attributes: dict[str, set[Place]] = {}
 
     def use(self, modes: int) -> None:
-        """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained.
-
-        All processes have ended the mini-batch before, so nobody waits for what is forgotten here.
-        """
+        """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
         self._modes, self._hooks = modes, {}
-        if len(self._published) > _MOST_STORED:
-            for key in self._published:
-                self._processes.withdraw(_word_of(key))
-            self._published.clear()
+        if len(self._told) > _MOST:  # In all processes alike. As of a module that gets another number in each step.
+            self._processes.messages.forget(self._told)
+            for known in (self._told, self._known, self._returned):
+                known.clear()
 
-    def _note(self, door: Door, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+    def _note(self, door: Door, column: int, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what tells a call from others as far as forms go, and the tensors among the arguments."""
         given: list[Tensor] = []
         casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._kinds]
-        flags = door.name, self._modes, torch.is_grad_enabled(), self._has_hooks(door), *casts
+        flags = door.name, column, self._modes, torch.is_grad_enabled(), self._has_hooks(door), *casts
         return (flags, described(args, given), described(kwargs, given)), given
 
     def _has_hooks(self, door: Door) -> bool:
@@ -122,19 +120,19 @@ class RemoteDoors:
 
     # ------------------------------------------------------------------------------------------------- of this process
 
-    def begin(self, door: Door, args: Any, kwargs: Any) -> _Noted:
+    def begin(self, door: Door, column: int, args: Any, kwargs: Any) -> _Noted:
         """Note a call of a module of this process."""
-        key, given = self._note(door, args, kwargs)
+        key, given = self._note(door, column, args, kwargs)
         hooked = HookedCalls(door.module, is_needed=self._has_hooks(door))
         held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
-        if key in self._published:
+        if key in self._known:
             return _Noted(key, given, held, hooked, [], None)
         return _Noted(key, given, held, hooked, versions(given), KeptAttributes(door.module))
 
     def end(
         self, door: Door, noted: _Noted, args: Any, kwargs: Any, output: Any, tensors: Sequence[Tensor]
     ) -> tuple[list[Place], list[Tensor]]:
-        """Publish what a module has done, the first time.
+        """Tell all others what a module has done, the first time.
 
         Args:
             door: the door
@@ -162,16 +160,17 @@ class RemoteDoors:
             places = self._attributes.setdefault(door.name, set())
             places.update(attributes.set_since() if self._settings.is_whole else ())
             forms = abstracted((output, hooked.seen, values_of(door.module, sorted(places)), arguments), given)
-            effect = _Effect(forms, hooked.names, changed, sorted(places))
-        else:
-            effect, _ = self._published[key]
+            effect = self._known[key] = _Effect(forms, hooked.names, changed, sorted(places))
+        effect = self._known[key]
         kept = values_of(door.module, effect.attributes)
         returned = described((output, kept, arguments), [])
         if attributes is not None:
-            self._published[key] = effect, returned
-            self._processes.publish(_word_of(key), effect)
+            self._returned[key], word = returned, _word_of(key)
+            if word not in self._told:  # It is that of calls with other strides.
+                self._told.add(word)
+                self._processes.send(effect, self._processes.others, word)
         leaves = effect.forms.leaves[: len(tensors)]
-        if returned != self._published[key][1] or leaves_of(tensors, given) != leaves:
+        if returned != self._returned[key] or leaves_of(tensors, given) != leaves:
             now = "has changed a list or a dict that it was given" if is_filled else f"returns {_shown(output)}"
             for (_, name), value in zip(effect.attributes, kept):
                 now += f" with {_shown(value)} as its attribute '{name}'"
@@ -193,7 +192,7 @@ class RemoteDoors:
         column: int,
         import_all: Callable[[list[Tensor]], list[Tensor]],
         replace: Callable[[Tensor], object],
-        hear: Callable[[Callable[[], _Effect]], _Effect],
+        hear: Callable[..., _Effect],
     ) -> Any:
         """Do here what a module of another process does there, and return what it returns, with stand-ins.
 
@@ -205,21 +204,19 @@ class RemoteDoors:
             column: the column of the module
             import_all: imports the tensors among them, and in caches among them
             replace: lets the column own an argument that all processes have had until now
-            hear: returns what a function does that waits for the other process
+            hear: returns what another process tells, see `Processes.receive`
         """
-        key, given = self._note(door, args, kwargs)
+        key, given = self._note(door, column, args, kwargs)
         imported = import_all(given)
         if [one.requires_grad for one in imported] != [one.requires_grad for one in given]:
             # A tensor that all processes have was changed in place by a column that trains.
             new = {id(one): other for one, other in zip(given, imported)}
-            key, _ = self._note(door, *mapped((args, kwargs), lambda one: new[id(one)], objects=True))
+            key, _ = self._note(door, column, *mapped((args, kwargs), lambda one: new[id(one)], objects=True))
         effect = self._known.get(key)
         if effect is None:
-            owner, what = self._processes.owners[column], f"the shapes that '{door.name}' returns"
-            effect = hear(partial(self._processes.look_up, _word_of(key), owner, what))
-            if len(self._known) >= _MOST:  # As of a module that gets another number in each step.
-                self._known.clear()
-            self._known[key] = effect
+            word, what = _word_of(key), f"the shapes that '{door.name}' returns"
+            self._told.add(word)
+            effect = self._known[key] = hear(self._processes.owners[column], word, what, keeps=True)
         output, seen, kept, arguments = effect.forms.made(imported, column, self._settings.devices[column])
         _change(imported, effect.changed, replace)
         show_calls(door.module, effect.hooked, seen)
@@ -259,5 +256,6 @@ def _shown(value: Any) -> list[Any]:
 
 
 def _word_of(key: Any) -> str:
-    """Return a key as a word that is the same in all processes: devices have other numbers, and stand-ins strides."""
-    return re.sub(r"stride=\([^)]*\)", "", without_devices(repr(key)))
+    """Return a word for a key, the same in all processes: devices have other numbers, and stand-ins strides."""
+    text = re.sub(r"stride=\([^)]*\)", "", without_devices(repr(key)))
+    return sha256(text.encode()).hexdigest()[:40]

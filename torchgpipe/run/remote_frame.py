@@ -11,14 +11,14 @@ that has computed it, its home:
 
 So both ends of a crossing find it at the same place of the same forward, under the same number: nothing is negotiated.
 A frame stops where a column of its own process begins, and passes the others by. What a process tells of its modules,
-others may come to before it has: there a frame pauses, see `Pauses`.
+others may come to before it has: there a frame pauses, see `Inbox`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,15 +26,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchgpipe.cell.cell import Cell
-from torchgpipe.devices.torch_internals import is_checkpointed, versions
+from torchgpipe.devices.torch_internals import is_checkpointed
 from torchgpipe.model.values import Exchanged, each, mapped, put_in_place
-from torchgpipe.processes.pauses import in_background
 from torchgpipe.processes.stand_in import NoValues, StandIn, computed_as_a_whole, form_of
-from torchgpipe.processes.tags import TENSORS, VALUES, tag_of
-from torchgpipe.processes.wire import size_of
-from torchgpipe.run.columns import Columns, Message
+from torchgpipe.run.columns import Columns
 from torchgpipe.run.frame import Frame
-from torchgpipe.run.imports import Imports, Known
+from torchgpipe.run.imports import Imports
 from torchgpipe.run.kept import put_values, values_of
 from torchgpipe.run.reads import DRAWS, MASKS, READS, SHAPE_ONLY, reads_values
 from torchgpipe.run.remote_cell import RemoteCell
@@ -45,25 +42,22 @@ from torchgpipe.spine.glue import DIFFERENTIATES, OF_A_PLACE, OF_THE_ORIGINAL, T
 
 __all__ = ["RemoteFrame"]
 
-T = TypeVar("T")
-
 
 class RemoteImports(Imports):
     """See `Imports`. What one frame imports into its columns, and sends to those of other processes.
 
     Attributes:
-        doors: the modules of other processes
+        processes, doors: the processes, and their modules
         are_owned: whether any tensor since this was reset is owned by a column
-        log: each crossing between two processes, by its number: the columns, the form, and whether a graph was recorded
+        log: what has crossed between two processes, by its number
     """
 
     def __init__(self, i: int, cells: list[Cell], columns: Columns) -> None:
         super().__init__(i, cells, columns)
         assert columns.processes is not None and columns.remote_doors is not None
-        self._processes, self.doors = columns.processes, columns.remote_doors
+        self.processes, self.doors = columns.processes, columns.remote_doors
         self.are_needed, self.are_owned = True, False
-        self.log: list[Any] = []
-        self._reads = 0
+        self.log: list[str] = []
         #: Who has a tensor is no matter of the tensor: other frames meet it, as a constant of the model's file, anew.
         #: The columns that own tensors without a node of autograd.
         self._homes: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
@@ -102,16 +96,24 @@ class RemoteImports(Imports):
         self._replaced[id(tensor)] = tensor, stand_in
         return stand_in
 
-    def count_reads(self) -> int:
-        """Return how many values glue has read before."""
-        self._reads += 1
-        return self._reads - 1
+    def note(self, crossing: str) -> int:
+        """Note what crosses, and return its number."""
+        self.log.append(crossing)
+        return len(self.log) - 1
 
     def home_of(self, tensor: Tensor) -> int | None:
-        """Return the column that owns a tensor; None if it is replicated."""
+        """Return the column that owns a tensor, the present one of a parameter; None if it is replicated."""
+        node = tensor.grad_fn
+        users = self._columns.users.get(self._aliases.parameter_of(tensor)) if node is None else None
+        if users is not None and self.column not in users:
+            raise RuntimeError(
+                f"{self._columns.name_of(self.column)} uses a parameter of shape {tuple(tensor.shape)}, and did not do "
+                "so with the sample, so its process may not have it; give pipelined a sample that takes this way"
+            )
+        if users is not None:
+            return self.column
         if isinstance(tensor, StandIn):
             return tensor.home
-        node = tensor.grad_fn
         if node is not None:
             home = self._home_of(tensor, node)
             if isinstance(node, BackwardCFunction) and not self._columns.is_mine(home):
@@ -128,119 +130,64 @@ class RemoteImports(Imports):
     def import_tensor(self, tensor: Tensor) -> Tensor:
         """See `Imports.import_tensor`."""
         tensor = self.replaced(tensor)
-        column, records = self.column, tensor.requires_grad and torch.is_grad_enabled()
-        known = self._imports.get((id(tensor), records))
-        if known is not None:
-            self.are_owned = True
-            if known.is_changed:
-                return self.import_tensor(known.result)
-            if known.column == column:
-                return known.result
-        is_mine = self._columns.is_mine(column)
-        users = self._columns.users.get(self._aliases.parameter_of(tensor)) if tensor.grad_fn is None else None
-        home = column if users is not None else self.home_of(tensor)
-        if home is None:
-            return self._on_this_device(tensor) if is_mine else tensor
+        if self.home_of(tensor) is None:
+            return self._on_this_device(tensor) if self._columns.is_mine(self.column) else tensor
         self.are_owned = True
-        if users is not None:
-            result = self._parameter(tensor, users, is_mine)
-        elif home == column:
-            return self._on_this_device(tensor) if is_mine else tensor
-        elif self._processes.owners[home] != self._processes.owners[column]:
-            result = self._cross(tensor, home, records)
-        elif is_mine:
-            result = self._import(tensor, home, records) if tensor.grad_fn is not None else self._on_this_device(tensor)
-        else:
-            result = StandIn(form_of(tensor), column, records)
-        if result is not tensor:
-            self._imports[id(tensor), records] = Known(tensor, column, result, versions([result])[0])
-        return result
+        return super().import_tensor(tensor)
 
-    def _parameter(self, tensor: Tensor, users: frozenset[int], is_mine: bool) -> Tensor:
-        """Return what stands for a parameter: an alias, or a stand-in."""
-        column = self.column
-        if column not in users:
-            raise RuntimeError(
-                f"{self._columns.name_of(column)} uses a parameter of shape {tuple(tensor.shape)}, and did not do so "
-                "with the sample, so its process may not have it; give pipelined a sample that takes this way"
-            )
-        if is_mine:
+    def _brought(self, tensor: Tensor, records: bool) -> Tensor:
+        column, home, owners = self.column, self.home_of(tensor), self.processes.owners
+        is_parameter = tensor.grad_fn is None and self._aliases.parameter_of(tensor) in self._columns.users
+        assert home is not None
+        if owners[home] != owners[column]:
+            return self._cross(tensor, home, records)
+        if not self._columns.is_mine(column):
+            is_here = home == column and not is_parameter
+            requires_grad = tensor.requires_grad if is_parameter else records
+            return tensor if is_here else StandIn(form_of(tensor), column, requires_grad)
+        if is_parameter:
             alias = self._aliases.at(tensor, column)
             return tensor if alias is None else alias
-        return StandIn(form_of(tensor), column, tensor.requires_grad)
+        has_graph = home != column and tensor.grad_fn is not None
+        return self._import(tensor, home, records) if has_graph else self._on_this_device(tensor)
 
     def _cross(self, tensor: Tensor, home: int, records: bool) -> Tensor:
         """Return what stands in this column for a tensor of another process, at both ends of its way and elsewhere."""
-        processes, column, form = self._processes, self.column, form_of(tensor)
-        number, source, target = len(self.log), processes.owners[home], processes.owners[column]
-        self.log.append((home, column, form.shape, form.dtype, records))
+        processes, column, form = self.processes, self.column, form_of(tensor)
+        source, target = processes.owners[home], processes.owners[column]
+        number = self.note(f"{form.shape} {form.dtype}{' with a graph' * records} from partition {home} to {column}")
         if target == processes.rank:
             value = self._receive(tensor, source, number)
             if not records:
                 self.own(value, column)
                 return value
-            cell = self._cell(column)
-            return cell.import_(value, cell.note_received(home, form))
+            cell = cast(RemoteCell, self._cells[column])
+            return cell.import_(value, cell.note_received(home))
         if source == processes.rank:
             self._send(tensor, target, number)
             if records:
-                cell = self._cell(home)
-                cell.note_sent(column, cell.export(tensor), form)
+                cast(RemoteCell, self._cells[home]).note_sent(column, tensor)
         return StandIn(form, column, records)
-
-    def _cell(self, column: int) -> RemoteCell:
-        cell = self._cells[column]
-        assert isinstance(cell, RemoteCell)
-        return cell
 
     def _send(self, tensor: Tensor, target: int, number: int) -> None:
         """Send a tensor, unless it was sent there before, for another column."""
         sent = self._sent.setdefault(tensor, set())
         if target not in sent:
             sent.add(target)
-            message = Message(size_of([form_of(tensor)]), target, True)
-            self._note_message(number, message)
-            tag = tag_of(TENSORS, self.i, number)
-            self._processes.messages.send_tensors([tensor], message.size, target, tag, "tensors")
+            self.processes.send([tensor], [target], f"tensor {self.i} {number}", "tensors")
 
     def _receive(self, tensor: Tensor, source: int, number: int) -> Tensor:
         """Return the values of a stand-in, which are received for the first column of this process that uses them."""
         value = self._received.get(tensor)
         if value is None:
-            form, device = form_of(tensor), self._columns.devices[self.column]
-            message, tag = Message(size_of([form]), source, False), tag_of(TENSORS, self.i, number)
-            what = f"a tensor of shape {form.shape} of micro-batch {self.i} for partition {self.column}"
-            with self._processes.exchanging(what, [source]):
-                self._note_message(number, message)
-                (value,) = self._processes.messages.receive_tensors(message.size, source, tag, device)
+            what = f"a tensor of shape {tuple(tensor.shape)} of micro-batch {self.i} for partition {self.column}"
+            device = self._columns.devices[self.column]
+            (value,) = self.processes.receive(source, f"tensor {self.i} {number}", what, device=device)
             assert value is not None
             self._received[tensor] = value
         if is_checkpointed() and isinstance(tensor, StandIn):  # Which holds the stand-in until backward.
             tensor.kept = value
         return self._on_this_device(value)
-
-    def _note_message(self, number: int, message: Message) -> None:
-        """Settle what was expected under a number, and let the next micro-batch expect the same message."""
-        messages, expected = self._processes.messages, self._columns.expected
-        before, following = expected.get(self.i, {}).pop(number, None), expected.get(self.i + 1)
-        if before not in (None, message):
-            self._settle(number, before)
-        if following is not None:
-            following[number] = message
-            if not message.is_sent:
-                messages.expect(message.size, message.peer, tag_of(TENSORS, self.i + 1, number))
-
-    def settle(self) -> None:
-        """Settle what was expected of this micro-batch in vain; both ends know, as they find the same crossings."""
-        for number, message in [*self._columns.expected.get(self.i, {}).items()]:
-            self._settle(number, message)
-
-    def _settle(self, number: int, message: Message) -> None:
-        messages, tag = self._processes.messages, tag_of(TENSORS, self.i, number)
-        if message.is_sent:  # The receiver throws it away.
-            messages.send_tensors([], message.size, message.peer, tag, "tensors")
-        else:
-            messages.abandon(message.size, message.peer, tag)
 
 
 class RemoteFrame(Frame):
@@ -256,8 +203,7 @@ class RemoteFrame(Frame):
         super().__init__(*args)
         #: The columns behind which states of generators were handed on.
         self._handed_on: set[int] = set()
-        assert self._columns.processes is not None
-        self._pauses = self._columns.processes.messages.pauses
+        self._inbox = self.imports.processes.messages.inbox
 
     def advance(self, j: int) -> None:
         """See `Frame.advance`."""
@@ -269,21 +215,23 @@ class RemoteFrame(Frame):
 
     def end_pause(self, j: int | None = None) -> None:
         """See `Frame.end_pause`; what comes behind column ``j`` may wait."""
-        self._pauses.end(self, lambda: j is not None and self.column > j)
+        self._inbox.end_pause(self, lambda: j is not None and self.column > j)
 
     def cancel(self) -> None:
         """See `Frame.cancel`."""
-        self._pauses.forget(self)
+        self._inbox.cancel(self)
         super().cancel()
 
-    def _hear(self, hear: Callable[[], T]) -> T:
+    def _hear(self, source: int, key: str, what: str, *, keeps: bool = False) -> Any:
         """Return what another process tells, and pause until it has, unless this process has nothing else to do."""
+        return self.imports.processes.receive(source, key, what, wait=self._wait, keeps=keeps)
+
+    def _wait(self, is_told: Callable[[], bool]) -> None:
         if self._coroutine is None:
-            return hear()
-        told = in_background(hear)
-        self._pauses.pause(self, told, self._go_on)
-        self._coroutine.pause()
-        return told.result()
+            self._inbox.until(is_told)
+        elif not is_told():
+            self._inbox.pause(self, is_told, self._go_on)
+            self._coroutine.pause()
 
     def _go_on(self) -> None:
         """Let the model go on behind what it has been told, whatever micro-batch is under way here."""
@@ -298,8 +246,9 @@ class RemoteFrame(Frame):
         """Leave the states of generators behind column ``j`` to the process of the next one, unless that was done."""
         if j not in self._handed_on:
             self._handed_on.add(j)
-            assert self._columns.processes is not None
-            self._columns.processes.leave_numbers(states, self.i, j)
+            processes = self.imports.processes
+            if j + 1 < len(self._columns) and not self._columns.is_mine(j + 1):
+                processes.send(dict(states), [processes.owners[j + 1]], f"numbers {self.i} {j + 1}")
 
     def go_to(self, column: int, name: str) -> None:
         """See `Frame.go_to`."""
@@ -331,7 +280,7 @@ class RemoteFrame(Frame):
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
-        call = doors.begin(door, args, kwargs)
+        call = doors.begin(door, column, args, kwargs)
         try:
             output = super()._call(door, args, kwargs)
         finally:
@@ -461,23 +410,17 @@ class RemoteFrame(Frame):
 
     def _read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let the owner of the column read values, and tell all others."""
-        imports, processes = self.imports, self._columns.processes
-        assert processes is not None
-        column, number = imports.column, imports.count_reads()
-        tag, owner = tag_of(VALUES, self.i, number), processes.owners[column]
+        imports, processes, column = self.imports, self.imports.processes, self.imports.column
+        number = imports.note(f"what '{func.__name__}' reads in partition {column}")
+        key, owner = f"value {self.i} {number}", processes.owners[column]
         self._columns.reads.setdefault(place_of(threading.get_ident()), func.__name__)
         if owner == processes.rank:
             result = func(*args, **kwargs)
-            processes.messages.tell(abstracted(result), processes.others, tag)
+            processes.send(abstracted(result), processes.others, key)
             imports.own(result, column)
             return result
-
-        def hear() -> Abstract:
-            with processes.exchanging(f"a value that '{func.__name__}' reads in micro-batch {self.i}", [owner]):
-                told: Abstract = processes.messages.hear(owner, tag)
-                return told
-
-        return self._columns.stand_ins(self._hear(hear), column)
+        told: Abstract = self._hear(owner, key, f"a value that '{func.__name__}' reads in micro-batch {self.i}")
+        return self._columns.stand_ins(told, column)
 
 
 def _by_numbers(index: Any) -> Any:

@@ -16,7 +16,6 @@ from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn, form_of
-from torchgpipe.processes.tags import PROOF, SUMS, tag_of
 from torchgpipe.spine.settings import Settings, find_door, iterate_tensors
 
 __all__ = [
@@ -91,7 +90,10 @@ def begin_alike(module: nn.Module, settings: Settings, processes: Processes) -> 
     for full, _, _, tensor, ranks in _placed(module, settings, processes):
         if tensor not in done and not tensor.is_meta and len(ranks) > 1:
             done.add(tensor)
-            processes.broadcast(tensor, ranks[0], f"the values of '{full}'")
+            if processes.rank == ranks[0]:
+                processes.send(tensor, ranks[1:], "values")
+            elif processes.rank in ranks:
+                tensor.copy_(processes.receive(ranks[0], "values", f"the values of '{full}'"))
 
 
 def fetch(module: nn.Module, settings: Settings, processes: Processes) -> list[tuple[nn.Module, str, Tensor]]:
@@ -100,17 +102,12 @@ def fetch(module: nn.Module, settings: Settings, processes: Processes) -> list[t
     Raises:
         ValueError: it is no plain tensor.
     """
-    tag, found = tag_of(PROOF, 0, 0), dict[str, Any]()
-    with processes.exchanging("the weights of the plain model"):
-        for full, _, _, tensor, ranks in _placed(module, settings, processes):
-            if processes.rank == ranks[0] and 0 not in ranks:
-                processes.messages.tell([full, tensor], [0], tag)
-                processes.messages.flush()  # So one at a time takes memory.
-        if processes.rank:
-            processes.messages.tell([], [0], tag)
-        for rank in processes.others if processes.rank == 0 else ():
-            while told := processes.messages.hear(rank, tag):
-                found[told[0]] = told[1]
+    found: dict[str, Any] = {}
+    for full, _, _, tensor, ranks in _placed(module, settings, processes):
+        if 0 not in ranks and processes.rank == ranks[0]:
+            processes.send(tensor, [0], "weights")
+        elif 0 not in ranks and processes.rank == 0:
+            found[full] = processes.receive(ranks[0], "weights", f"'{full}' of the plain model")
     made: dict[Tensor, Tensor] = {}
     places = []
     for full, child, name, tensor in iterate_tensors(module):
@@ -175,28 +172,27 @@ def add_shared(users: Mapping[Tensor, frozenset[int]], aliases: Aliases, process
         aliases: the aliases, which have the gradients
         processes: the processes
     """
-    messages = processes.messages
     shared = [
         (parameter, sorted(columns))
         for parameter, columns in users.items()
         if parameter.requires_grad and len({processes.owners[c] for c in columns}) > 1
     ]
-    for k, (parameter, columns) in enumerate(shared):
+    for parameter, columns in shared:
         first, *others = dict.fromkeys([processes.owners[c] for c in columns])
-        tag, mine = tag_of(SUMS, 0, k), [*filter(processes.is_mine, columns)]
+        mine = [*filter(processes.is_mine, columns)]
         if not mine:
             continue
         grads, total = _taken(aliases, parameter, mine), None
-        with processes.exchanging("the gradient of a parameter that several processes have"):
-            if processes.rank == first:
-                for rank in others:
-                    grads |= messages.hear(rank, tag)
-                for c in sorted(grads):
-                    total = sum_of(total, grads[c].to(parameter.device))
-                messages.tell(total, others, tag)
-            else:
-                messages.tell(grads, [first], tag)
-                total = messages.hear(first, tag)
+        what = "the gradient of a parameter that several processes have"
+        if processes.rank == first:
+            for rank in others:
+                grads |= processes.receive(rank, "shared", what)
+            for c in sorted(grads):
+                total = sum_of(total, grads[c].to(parameter.device))
+            processes.send(total, others, "shared")
+        else:
+            processes.send(grads, [first], "shared")
+            total = processes.receive(first, "shared", what)
         alias = aliases.at(parameter, mine[0])
         assert alias is not None
         alias.grad = None if total is None else total.to(alias.device)
