@@ -336,6 +336,32 @@ class ReadsAttributes(nn.Module):
         return x
 
 
+class HooksItself(nn.Module):
+    """Puts hooks into itself when it first runs, as a model of transformers within a module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.linear._forward_hooks:
+            self.linear.register_forward_hook(lambda *_: None)
+        return self.linear(x).tanh()
+
+
+class Hooked(nn.Module):
+    """Each process told the shapes of calls without hooks, and waited for those of calls with hooks, or the reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([HooksItself() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
 def made(kind: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return kind().double(), torch.randn(12, 4).double()
@@ -370,6 +396,8 @@ _OF_TWO = [
     (ConstantsOfAFile, 2, "1F1B", True),
     (ReadsAttributes, 2, "1F1B", True),
     (ChangesInput, 2, "1F1B", True),
+    (Hooked, 2, "1F1B", True),
+    (Hooked, 2, "1F1B", False),
     (Skipping, 4, "Interleaved1F1B", False),
     (Skipping, 4, "GPipe", False),
     (Skipping, 2, "1F1B", False),

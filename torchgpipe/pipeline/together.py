@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchgpipe.batch.given import order_of
 from torchgpipe.batch.inputs import SplitBatch
+from torchgpipe.devices.torch_internals import has_call_hooks
 from torchgpipe.model.values import each, mapped
 from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.random_numbers import Draws, RandomNumbers
@@ -84,6 +85,8 @@ class Together:
                 "compute it in a module of the model, or pass detach()"
             )
         of_modes, of_weights = _checksum(modes), _checksum(trained)
+        # A process may have more: a model of transformers within a module puts some there in its first call.
+        of_hooks = _checksum(tuple(map(has_call_hooks, module.modules())))
         is_whole = self.settings.is_whole
         alike = {
             "another schedule": kind,
@@ -97,7 +100,7 @@ class Together:
             "parameters of another dtype, or frozen: freeze by requires_grad_() of a module, as model.parameters() are "
             "those of one process": is_whole and of_weights,
         }
-        told = self.processes.agree(alike, (numbers.seed, [*numbers.follows], of_modes, of_weights))
+        told = self.processes.agree(alike, (numbers.seed, [*numbers.follows], of_modes, of_weights, of_hooks))
         seeds, follows, *of_each = zip(*told)
         numbers.seed = next(filter(None, seeds), 0)
         numbers.follows = Draws(*map(any, zip(*follows)))  # What one process draws, all others pass on.

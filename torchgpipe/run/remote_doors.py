@@ -94,7 +94,7 @@ class RemoteDoors:
         self._attributes: dict[str, set[Place]] = {}
 
     def use(self, modes: int) -> None:
-        """Begin a mini-batch; ``modes`` stands for the modes of all modules, and for which parameters are trained."""
+        """Begin a mini-batch; ``modes`` stands for the modes of all modules, their hooks, and what is trained."""
         self._modes, self._hooks = modes, {}
         if len(self._told) > _MOST:  # In all processes alike. As of a module that gets another number in each step.
             self._processes.messages.forget(self._told)
@@ -105,7 +105,7 @@ class RemoteDoors:
         """Return what tells a call from others as far as forms go, and the tensors among the arguments."""
         given: list[Tensor] = []
         casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._kinds]
-        flags = door.name, column, self._modes, torch.is_grad_enabled(), self._has_hooks(door), *casts
+        flags = door.name, column, self._modes, torch.is_grad_enabled(), *casts
         return (flags, described(args, given), described(kwargs, given)), given
 
     def _has_hooks(self, door: Door) -> bool:
