@@ -124,8 +124,7 @@ class DistributedGPipe(nn.Module):
             for the interleaved schedules, the same number of partitions for each.
         chunks: the number of micro-batches that a mini-batch is split into, as :func:`torch.chunk` does
         schedule: the name of a schedule, as in :class:`~torchgpipe.GPipe`; with several partitions in each process
-            ``'GPipe'``, ``'Interleaved1F1B'``, ``'ZeroBubble'``, ``'LayerMajor'``, or those of a V. PyTorch's own
-            names, ``'LoopedBFS'`` and ``'InterleavedZeroBubble'``, are taken as well.
+            ``'GPipe'``, ``'Interleaved1F1B'``, ``'ZeroBubble'``, ``'LayerMajor'``, or those of a V
         checkpoint: which micro-batches are recomputed during backward, as in :class:`~torchgpipe.GPipe`
         loss_fn: takes the output and the target of a micro-batch, and returns the mean loss
         weight: takes the target of a micro-batch, and returns the weight of its loss in the mean over all
@@ -172,7 +171,7 @@ class DistributedGPipe(nn.Module):
         if mesh is None:
             mesh = _all_processes()
         processes = self._processes = Processes(mesh, timeout, "stage")
-        schedule, processes.owners = _placed(schedule, len(self._balance), processes.size)
+        processes.owners = _placed(schedule, len(self._balance), processes.size)
         n, chunks, checkpoint = len(self._balance), verify_chunks(chunks), verify_checkpoint(checkpoint)
         self.device = default_device() if device is None else canonical_device(device)
         self.stages = [j for j in range(n) if processes.is_mine(j)]
@@ -355,25 +354,14 @@ def _all_processes() -> DeviceMesh:
     return DeviceMesh.from_group(world, "cpu")  # A mesh of a new group could have another timeout.
 
 
-#: Names that PyTorch has for schedules.
-_THEIRS = {"loopedbfs": "GPipe", "interleavedzerobubble": "ZeroBubble"}
-
-
-def _placed(name: str, partitions: int, processes: int) -> tuple[ScheduleName, list[int]]:
-    """Return the name of a schedule as it is written, and the process of each partition under it.
-
-    Args:
-        name: the name in any case
-        partitions: the number of partitions
-        processes: the number of processes
+def _placed(schedule: ScheduleName, partitions: int, processes: int) -> list[int]:
+    """Return the process of each partition under a schedule.
 
     Raises:
         ValueError: there is no such schedule, or it does not fit the numbers of partitions and processes.
     """
-    known = {**{each.lower(): each for each in NAMES}, **_THEIRS}
-    if name.lower() not in known:
-        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, but got {name!r}")
-    schedule = cast(ScheduleName, known[name.lower()])
+    if schedule not in NAMES:
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, but got {schedule!r}")
     if partitions % processes:
         raise ValueError(
             f"the number of partitions must be a multiple of the number of processes in a pipeline, but there are "
@@ -382,4 +370,4 @@ def _placed(name: str, partitions: int, processes: int) -> tuple[ScheduleName, l
     usual = usual_places(schedule, processes)
     places = usual if len(usual) == partitions else [j % processes for j in range(partitions)]
     program_of(schedule, 1, places)  # Refuses what does not fit.
-    return schedule, places
+    return places
