@@ -1,6 +1,6 @@
 """Draw what happens inside, from small runs on the CPU.
 
-Most runs are on streams with clocks, those of the tests. They tell the stream of each operation, and which operations
+Most runs are on streams with clocks. They tell the stream of each operation, and which operations
 of other streams are certain to be finished before. So these pictures show an order, and no measured time.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import figures_clocks as clocks
 import torch
+from figures_clocks import clocked, listening
 from figures_picture import BACKWARD, COPY, FAINT, FORWARD, RECOMPUTATION, ROW, Picture, Points, Work, timetable
 from torch import Tensor, nn
 
 import torchgpipe
-from tests import clocks
-from tests.clocks import clocked, listening
 from tests.layers import Apply
 from tests.skip.layers import Pop, Stash
 from torchgpipe import GPipe

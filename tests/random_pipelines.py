@@ -21,10 +21,10 @@ from hypothesis import reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.clocks import clocked
 from tests.conftest import ALL_VARIANTS
 from tests.plain import Outcome, assert_unchanged, gradients, loss_of, mapped, on_host, pieces, run_plain, tensors
 from tests.recipes import KINDS, RECIPES, USES, First, Recipe, Skip, node
+from tests.separate_memory import separate_memory
 from torchgpipe import GPipe, NoChunk
 from torchgpipe.schedule import Action, Program, program, simulate
 from torchgpipe.schedule.action import needs, splits_of
@@ -228,7 +228,7 @@ class Case:
     def piped(self) -> Outcome:
         """Return the pipeline's outcome."""
         model = self.pipeline()
-        with clocked(model) if self.world == "separate memory" else nullcontext():
+        with separate_memory(model) if self.world == "separate memory" else nullcontext():
             step, call = partial(self._step, model), partial(self._call, model, self.within)
             return self._outcome(model, step if self.executor == "step" else call)
 

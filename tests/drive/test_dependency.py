@@ -8,7 +8,6 @@ micro-batch i. The engine visits a node after all nodes that lead to it. So thes
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from tests.clocks import clocked
 from tests.graph import graph
 from tests.layers import Apply, Using
+from tests.separate_memory import separate_memory
 from torchgpipe import GPipe
 from torchgpipe.graph.dependency import join
 from torchgpipe.graph.phony import get_phony
@@ -125,7 +124,7 @@ def test_every_cell_comes_after_the_next_micro_batch(
     n = 3
     layers = nn.Sequential(*[marks(j, outputs) for j in range(n)])
     model = GPipe(layers, [1] * n, devices=devices, chunks=m, checkpoint=checkpoint)
-    with clocked(model) if separate else nullcontext():
+    with separate_memory(model) if separate else nullcontext():
         output = model(torch.tensor([[float(i), 0.5] for i in range(m)], requires_grad=needs_grad))
     root = (output[0] if outputs > 1 else output).grad_fn
 
@@ -183,16 +182,3 @@ def test_outputs_beside_the_first_keep_the_order(swaps: int, requires_grad: bool
     sum(output.sum() for output in model(x)).backward()
     assert [i for name, i in log if name == "first"] == [3, 2, 1, 0]
     assert [i for name, i in log if name == "second"] == [3, 2, 1, 0]
-
-
-def test_dependencies_can_be_switched_off(checkpoint: str) -> None:
-    """Without dependencies, no cell is tied to another micro-batch, so that their effect can be measured."""
-    layers = nn.Sequential(*[marks(j, 1) for j in range(2)])
-    model = GPipe(layers, [1, 1], devices=["cpu:0", "cpu:1"], chunks=3, checkpoint=checkpoint)
-    model._mechanisms = replace(model._mechanisms, dependency=False)
-    output = model(torch.tensor([[float(i), 0.5] for i in range(3)]))
-    checkpoints = {node for node in graph(output.grad_fn) if type(node).__name__ == "CellNodeBackward"}
-    # Each cell leads at most to the cell before it in its own micro-batch.
-    assert all(len(checkpoints & graph(node).keys()) <= 2 for node in checkpoints)
-    output.sum().backward()
-    assert layers[0].linear.weight.grad is not None

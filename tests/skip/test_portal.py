@@ -1,6 +1,6 @@
 """A skip travels straight to its device once and its gradient straight back once, beside all computation.
 
-The streams have clocks (`tests.clocks`), which tell which work may run at the same time.
+That its copies run beside all computation, `transport/test_overlap.py` shows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.clocks import listening
+from tests.separate_memory import separate_memory
 from tests.skip.layers import Pop, Stash, pair
 from torchgpipe import GPipe
 from torchgpipe.devices.stream import Stream
@@ -37,7 +37,7 @@ def pipeline(layers: list[Any], devices: list[int], balance: list[int] | None = 
 
 def train(model: GPipe) -> Counter[tuple[int, int]]:
     """Return how many tensors were copied between each pair of devices."""
-    with copies() as ways, listening(model):
+    with copies() as ways, separate_memory(model):
         model(torch.rand(model.chunks, 2, requires_grad=True)).sum().backward()
     return Counter(ways)
 
@@ -108,49 +108,6 @@ def test_any_skips_are_copied_once_there_and_once_back(data: st.DataObject) -> N
     assert train(model) == there_and_back(ways)
 
 
-def test_without_gradients_it_is_copied_once_there() -> None:
-    model = pipeline([Stash(), nn.Linear(2, 2), Pop()], [0, 1, 2])
-    with copies() as ways, listening(model), torch.no_grad():
-        model(torch.rand(M, 2))
-    assert Counter(ways) == Counter(M * [(0, 1), (1, 2), (0, 2)])
-
-
-# --------------------------------------------------------------------------------------------------------- overlap
-
-
-def test_the_copy_of_a_skip_overlaps_with_the_computation_between() -> None:
-    """The copy begins when the stash is computed, and only the pop waits for its end."""
-    m = 4
-    model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.add)], [0, 1, 2, 3], chunks=m)
-    with listening(model) as done, torch.no_grad():
-        model(torch.rand(m, 2))
-    stashes, skips, pops = done.of("forward", 0), done.of("copy", 0, 3), done.of("forward", 3)
-    assert len(stashes) == len(skips) == len(pops) == m
-    between = [done.of("forward", 1), done.of("forward", 2)]
-    batches = [done.of("copy", k, k + 1) for k in range(3)]
-    for i in range(m):
-        assert stashes[i].precedes(skips[i]) and skips[i].precedes(pops[i])
-        assert all(skips[i].overlaps(cells[i]) for cells in between)
-        assert all(skips[i].overlaps(later) for later in stashes[i + 1 :])
-        assert all(skips[i].overlaps(earlier) for earlier in pops[:i])
-        assert all(skips[i].overlaps(way[i]) for way in batches)
-
-
-def test_the_copy_of_its_gradient_overlaps_with_the_computation_between(checkpoint: str) -> None:
-    m = 4
-    model = pipeline([Stash(torch.exp), nn.Tanh(), nn.Tanh(), Pop(torch.mul)], [0, 1, 2, 3], chunks=m)
-    model.checkpoint = checkpoint
-    with listening(model) as done:
-        model(torch.rand(m, 2, requires_grad=True)).sum().backward()
-    grads = done.of("copy", 3, 0)
-    between = [done.of("backward", k) for k in (1, 2)]
-    batch = done.of("copy", 3, 2)
-    assert len(grads) == len(batch) == m and all(len(cells) == m for cells in between)
-    for i in range(m):
-        assert all(grads[i].overlaps(cells[i]) for cells in between)
-        assert grads[i].overlaps(batch[i])
-
-
 # ---------------------------------------------------------------------------------------------------------- memory
 
 
@@ -172,7 +129,7 @@ def test_a_skip_is_on_one_device_at_a_time() -> None:
     targets: list[StorageWeakRef] = []
     alive: list[list[bool]] = []
     model = pipeline([Stash(make), nn.Identity(), Pop(popped)], [0, 1, 2])
-    with listening(model), torch.no_grad():
+    with separate_memory(model), torch.no_grad():
         model(torch.rand(M, 2))
     assert alive == [[False] * (i + 1) + [False] * i + [True] for i in range(M)]
     assert targets[-1].expired()

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import torchgpipe
-from tests.clocks import clocked
 from tests.conftest import Devices, Pipe
 from tests.faults import Fault, Plan, build, rows
 from tests.front.models import chain
 from tests.layers import With
 from tests.plain import assert_same, outcome, tensors
+from tests.separate_memory import separate_memory
 from tests.skip.layers import pair
 from torchgpipe import GPipe
 from torchgpipe.front.pipelined import pipelined_apart
@@ -126,7 +126,7 @@ def test_copies_and_waits_are_there_once(kind: str, mode: str) -> None:
         model, mode = any_module(devices), "never"
     else:
         model = GPipe(linears(), [1] * N, devices=devices, chunks=M, checkpoint=mode)
-    with clocked(model), torchgpipe.record(model) as timeline:
+    with separate_memory(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     assert cells(timeline.spans) == all_cells(mode)
     if kind == "cpu":  # The clocks of accelerators are compared with the host's once, and differ a little.
@@ -149,7 +149,7 @@ def test_a_skip_has_copies_of_its_own() -> None:
     start, finish = pair()
     layers = nn.Sequential(nn.Sequential(nn.Linear(3, 3), start), nn.Linear(3, 3), finish)
     model = GPipe(layers, [1, 1, 1], devices=["cpu:0", "cpu:1", "cpu:2"], chunks=M)
-    with clocked(model), torchgpipe.record(model) as timeline:
+    with separate_memory(model), torchgpipe.record(model) as timeline:
         model(batch()).sum().backward()
     skips = [span for span in timeline.spans if span.kind == "copy" and span.stream.startswith("skip")]
     ways = [(i, *ends) for i in range(M) for ends in [(0, 2, "skip leaving"), (2, 0, "skip gradient leaving")]]

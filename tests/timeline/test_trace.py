@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import torchgpipe
-from tests.clocks import clocked
+from tests.separate_memory import separate_memory
 from tests.timeline.synthetic import span
 from tests.timeline.test_recorder import N, batch, gpipe
 from torchgpipe.timeline.trace import events
@@ -22,7 +22,7 @@ def by_phase(saved: list[dict[str, Any]], ph: str) -> list[dict[str, Any]]:
 
 def test_a_saved_trace_has_the_structure_of_the_format(tmp_path: Path) -> None:
     model = gpipe([f"cpu:{j}" for j in range(N)])
-    with clocked(model), torchgpipe.record(model) as timeline:
+    with separate_memory(model), torchgpipe.record(model) as timeline:
         for _ in range(2):
             model(batch()).sum().backward()
     timeline.save(tmp_path / "step.json")

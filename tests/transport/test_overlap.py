@@ -1,80 +1,98 @@
-"""What the streams of a pipeline leave free to run at the same time: no wait is superfluous.
+"""Copies run beside all computation, and wait for nothing else: a call or a step takes the time that it takes on paper.
 
-The streams have clocks (`tests.clocks`), which tell what is certain to be finished before other work begins.
+On the clock of `late`, a copy between devices takes as long as a layer. One that waits for more than what it copies, or
+that anything but its receiver waits for, makes the call longer. Races are found where numbers are compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.clocks import Clocked, ClockedStreams, Work, listening
-from torchgpipe import GPipe
-from torchgpipe.transport.route import Copy, Route, Wait, wait
-from torchgpipe.transport.route import copy as copy_along
+from tests import late
+from tests.skip.layers import pair
+from torchgpipe import GPipe, pipelined
+from torchgpipe.devices.links import verify_links
+from torchgpipe.schedule import Action, Program, program, simulate
 
-M = 4
+pytestmark = pytest.mark.late
 
+M, ROWS, WIDTH = 5, 2, 16
 
-def tanhs(mode: str = "except_last") -> GPipe:
-    return GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), [1, 1], devices=["cpu:0", "cpu:1"], chunks=M, checkpoint=mode)
-
-
-def forward() -> tuple[list[Work], list[Work], list[Work]]:
-    """Return, per micro-batch, the cell on the first device, the copy, and the cell on the second device."""
-    model = tanhs()
-    with listening(model) as done, torch.no_grad():
-        model(torch.randn(M, 3))
-    source, copies, target = done.of("forward", 0), done.of("copy", 0, 1), done.of("forward", 1)
-    assert len(source) == len(copies) == len(target) == M
-    return source, copies, target
+#: Seconds of a layer forward, and of a copy: so many that it does not count when the host launches what.
+LAYER, COPY = 100.0, 100.0
+SPEED = late.Speed(2 * ROWS * WIDTH**2 / LAYER, bandwidth=1e12, link=4 * ROWS * WIDTH / COPY, kernel=0, latency=0)
 
 
-def test_copy_overlaps_with_computation() -> None:
-    source, copies, target = forward()
-    for i in range(M):
-        assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
-        assert all(copies[i].overlaps(other) for other in [*source[i + 2 :], *target[:i]])
-        assert all(source[i].overlaps(other) for other in target[: max(0, i - 1)])
+def layers(n: int) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n)]
 
 
-def test_neighbouring_cells_of_a_clock_overlap() -> None:
-    source, copies, target = forward()
-    for i in range(M - 1):
-        assert source[i + 1].overlaps(copies[i]) and source[i + 1].overlaps(target[i])
+def loss_fn(output: Tensor, _: Any) -> Tensor:
+    return output.square().mean()
 
 
-def test_neighbouring_cells_overlap_at_backward() -> None:
-    """On the host, one device may be two micro-batches ahead before the other one begins to wait for the first."""
-    streams = ClockedStreams()
-    source, target = (streams.current(torch.device("cpu", j)) for j in range(2))
-    assert isinstance(source, Clocked) and isinstance(target, Clocked)
-    route = Route.between(source, target, streams, (0, 1), None)
-    assert route is not None
-    copies, waits, grads = [], [], []
-    for i in range(2):
-        (ready,) = wait([route], i, (torch.ones(3, requires_grad=True) * 2,))
-        assert ready is not None
-        waits.append(ready.grad_fn)
-        (moved,) = copy_along(route, i, (ready,))
-        assert moved is not None
-        copies.append(moved.grad_fn)
-    for i in (1, 0):  # backward of the second device, in the order of the engine
-        ahead = Work("backward", i, 1, None, target)
-        ahead.end(False)
-        grads.append(Copy.backward(copies[i], torch.ones(3))[2])
-    Wait.backward(waits[1], grads[0])
-    behind = Work("backward", 1, 0, None, source)
-    behind.end(False)
-    assert ahead.overlaps(behind)
+def seconds(places: list[int], run: Callable[[Tensor], Any]) -> float:
+    """Return the time of a run on an input that is there, after some: the first recomputations are compared."""
+    verify_links([torch.device("late", place) for place in set(places)], 2)  # On the clock, all would seem broken.
+    x = torch.randn(M * ROWS, WIDTH, device=f"late:{places[0]}", requires_grad=True)
+    with late.on_clock(SPEED):
+        for _ in range(5):
+            torch.accelerator.synchronize()
+            late.intervals()
+            run(x)
+        done = late.intervals()
+    return max(one.end for one in done) - min(one.start for one in done)
 
 
-def test_copy_of_gradients_overlaps_with_computation(checkpoint: str) -> None:
-    model = tanhs(checkpoint)
-    with listening(model) as done:
-        model(torch.randn(M, 3, requires_grad=True)).sum().backward()
-    source, copies, target = done.of("backward", 1), done.of("copy", 1, 0), done.of("backward", 0)
-    assert len(source) == len(copies) == len(target) == M
-    for i in range(M):
-        assert source[i].precedes(copies[i]) and copies[i].precedes(target[i])
-        assert all(copies[i].overlaps(other) for other in [*source[:i], *target[i + 1 :]])
+def on_paper(actions: Program, recomputed: float = 0.0) -> float:
+    costs = {"F": LAYER, "B": 2 * LAYER + recomputed, "I": LAYER, "W": LAYER}
+    return simulate(actions, costs, transfer=COPY).seconds  # type: ignore[arg-type]
+
+
+def in_a_row(n: int, places: list[int], skip: int = 3, **options: Any) -> Any:
+    """Return a pipeline with a skip over all layers, whose copy takes as long as so many others.
+
+    Three are as long as forward and backward of a layer: its streams copy all the time.
+    """
+    stash, pop = pair(lambda x: torch.cat([x * 2] * skip, 1), lambda x, popped: x + popped[:, :WIDTH].tanh())
+    first, *others = layers(n)
+    row = [nn.Sequential(first, stash), *others[:-1], nn.Sequential(pop, others[-1])]
+    devices, options = [f"late:{place}" for place in places], {"checkpoint": "never", **options}
+    return GPipe(nn.Sequential(*row), [1] * n, devices=devices, chunks=M, **options)
+
+
+def any_module(n: int, places: list[int], **options: Any) -> Any:
+    sample, devices = torch.randn(2, WIDTH), [f"late:{place}" for place in places]
+    return pipelined(nn.Sequential(*layers(n)), sample, balance=[1] * n, devices=devices, chunks=M, **options)
+
+
+def test_forward() -> None:
+    model = in_a_row(4, [0, 1, 2, 3], skip=1)
+    with torch.no_grad():
+        found = seconds([0, 1, 2, 3], model)
+    assert found == pytest.approx(on_paper([[Action("F", i, j) for i in range(M)] for j in range(4)]), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward_by_autograd(checkpoint: str) -> None:
+    """The first recomputation of each device does not wait for the gradient, which comes from all devices behind it."""
+    model = in_a_row(3, [0, 1, 2], skip=1, checkpoint=checkpoint)
+    found = seconds([0, 1, 2], lambda x: loss_fn(model(x), None).backward())
+    again = LAYER if checkpoint == "always" else 0.0
+    assert found == pytest.approx(on_paper(program("GPipe", M, [0, 1, 2]), again) - 2 * again, rel=0.01)
+
+
+@pytest.mark.parametrize("make", [in_a_row, any_module])
+@pytest.mark.parametrize(
+    ("schedule", "places"),
+    [("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1, 0, 1]), ("ZeroBubble", [0, 1, 2]), ("V-Half", [0, 1, 1, 0])],
+)
+def test_a_step(make: Any, schedule: Any, places: list[int]) -> None:
+    model = make(len(places), places, schedule=schedule, loss_fn=loss_fn)
+    found = seconds(places, model.step)
+    assert found == pytest.approx(on_paper(program(schedule, M, places)), rel=0.01)

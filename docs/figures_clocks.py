@@ -5,8 +5,7 @@ other work begins, on any devices: ``'cpu:0'`` and ``'cpu:1'`` get streams that 
 
     with listening(model) as done:
         model(x)
-    cell, copied = done.of("forward", 0), done.of("copy", 0, 1)
-    assert cell[0].precedes(copied[0]) and cell[1].overlaps(copied[0])
+    assert done[0].precedes(done[1])
 """
 
 from __future__ import annotations
@@ -120,10 +119,6 @@ class Work:
         """Return whether this work is certain to be finished when ``other`` begins."""
         return other is not self and other.seen.get(self.stream, 0) >= self.tick
 
-    def overlaps(self, other: Work) -> bool:
-        """Return whether this work and ``other`` may run at the same time."""
-        return other is not self and not self.precedes(other) and not other.precedes(self)
-
 
 class Done(list[Work]):
     """The work of mini-batches, in the order in which it began: the recorder of a model, and of each mini-batch."""
@@ -134,10 +129,6 @@ class Done(list[Work]):
     def begin(self, kind: str, i: int, j: int, other: int | None, stream: Any) -> End:
         self.append(Work(kind, i, j, other, stream))
         return self[-1].end
-
-    def of(self, kind: str, j: int, other: int | None = None) -> list[Work]:
-        """Return the work of a kind in a partition, or from one partition to another, by micro-batch."""
-        return sorted([w for w in self if (w.kind, w.j, w.other) == (kind, j, other)], key=lambda work: work.i)
 
 
 @contextmanager
