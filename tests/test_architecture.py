@@ -62,7 +62,7 @@ CAPS = {
         "devices": 648,
         "schedule": 889,
         "skip": 318,
-        "processes": 742,
+        "processes": 759,
         "replay": 823,
         "model": 1095,
         "batch": 1238,
@@ -76,12 +76,12 @@ CAPS = {
         "drive": 799,
         "proof": 626,
         "gpipe": 383,
-        "spine": 1455,
-        "run": 1780,
-        "pipeline": 853,
+        "spine": 1451,
+        "run": 1699,
+        "pipeline": 850,
         "front": 1375,
         "timeline": 537,
-        "distributed": 465,
+        "distributed": 462,
         "compat": 200,
         "integrations": 65,
         "public paths": 107,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19377
+TOTAL = 19303
 
 #: The most lines of code of any room.
 LARGEST = 1900

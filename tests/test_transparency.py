@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.accelerator import LATE
 from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, run_plain
 from tests.random_pipelines import Context, cases, make_exact
@@ -28,7 +29,7 @@ worlds = pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest
 @worlds
 @kinds
 @executors
-@settings(max_examples=2 * settings.default.max_examples)
+@settings(max_examples=(1 if LATE else 2) * settings.default.max_examples)
 @given(data=st.data())
 def test_any_model_gives_what_the_plain_model_gives(
     executor: str, layers: str, late: bool, data: st.DataObject
@@ -58,31 +59,28 @@ def test_random_layers_draw_what_they_draw_without_checkpointing(executor: str, 
     assert_same(*outcomes)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @kinds
 @executors
 @settings(max_examples=settings.default.max_examples // 2)
-@given(data=st.data())
+@given(data=st.data(), context=st.sampled_from([torch.no_grad, torch.inference_mode]))
 def test_without_gradients(executor: str, layers: str, context: Context, data: st.DataObject) -> None:
     case = data.draw(cases(executor, layers))
     case.within = context
     assert_same(case.piped(), case.plain())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@settings(max_examples=settings.default.max_examples // 3)
 @executors
-@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 2)
+@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_other_precisions(executor: str, dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(cases(executor, dtype=dtype))
     assert_same(case.piped(), case.plain())
 
 
-@pytest.mark.parametrize("cache", [True, False])
 @kinds
 @executors
 @settings(max_examples=settings.default.max_examples // 2)
-@given(data=st.data())
+@given(data=st.data(), cache=st.booleans())
 def test_autocast(executor: str, layers: str, cache: bool, data: st.DataObject) -> None:
     """Backward, with its recomputation, comes after the block.
 

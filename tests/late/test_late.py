@@ -70,15 +70,6 @@ def test_a_use_that_an_event_orders_is_none(side: torch.Stream) -> None:
     assert on_two_streams(side, ordered=True).cpu().unique().tolist() == [4]
 
 
-def test_what_the_host_has_waited_for_is_ordered(side: torch.Stream) -> None:
-    y = torch.ones(1000) + 1
-    torch.accelerator.synchronize()
-    with on(side):
-        z = y * 2
-    side.synchronize()
-    assert z.cpu().unique().tolist() == [4]
-
-
 def test_what_is_overwritten_while_another_stream_reads_is_found(side: torch.Stream) -> None:
     x = torch.ones(1000)
     side.wait_event(torch.accelerator.current_stream().record_event())
@@ -109,18 +100,6 @@ def test_memory_that_is_freed_while_another_stream_reads(side: torch.Stream, rec
     else:
         assert result.isnan().all()
         assert ["is freed while" in hazard for hazard in late.hazards()] == [True]
-
-
-def test_events(side: torch.Stream) -> None:
-    start, end = (torch.Event("late", enable_timing=True) for _ in range(2))
-    with late.held(side), on(side):
-        start.record(side)
-        torch.late._sleep(1_000_000)  # type: ignore[attr-defined]
-        end.record(side)
-        assert not end.query()
-    end.synchronize()
-    assert end.query()
-    assert start.elapsed_time(end) >= 1
 
 
 def test_a_conjugate_view_is_conjugate() -> None:

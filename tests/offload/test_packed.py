@@ -90,8 +90,7 @@ def pair(front: str, places: list[str], kind: type[nn.Sequential] = nn.Sequentia
     )
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("front", ["GPipe", "pipelined"])
+@pytest.mark.parametrize(("front", "keeps"), [("GPipe", False), ("pipelined", True)])
 def test_the_state_of_a_packed_weight_comes_and_goes_with_it(
     devices: Devices, front: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

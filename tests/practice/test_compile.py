@@ -153,7 +153,6 @@ def with_skip() -> list[nn.Module]:
 
 LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "skips": with_skip,
-    "batch norm": lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)],
     "deferred batch norm": lambda: [nn.Linear(4, 4), DeferredBatchNorm(4, chunks=3), nn.Linear(4, 4)],
     "dropout": lambda: [nn.Dropout(), nn.Linear(4, 4), nn.Dropout()],
     "in place": lambda: [nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)],
@@ -194,6 +193,7 @@ def test_a_compiled_layer_asks_for_its_phase_at_every_run() -> None:
 
 
 @workers
+@pytest.mark.parametrize("checkpoint", ["except_last", "never"])
 def test_nothing_is_compiled_again_for_a_mini_batch_of_the_same_size(pipe: Pipe, checkpoint: str) -> None:
     """Each partition is compiled twice: without a graph for what is checkpointed, and with one.
 

@@ -25,7 +25,6 @@ from tests.distributed.launch import launch
 from tests.drive.test_threads import build
 from tests.layers import Using, With
 from torchgpipe import GPipe, pipelined
-from torchgpipe.pipe import Pipe, WithDevice
 
 pytestmark = [
     pytest.mark.skipif(
@@ -53,9 +52,6 @@ class Way(NamedTuple):
             options = {"chunks": CHUNKS, "devices": self.devices, "balance": "parameters", "verify": False}
             model = pipelined(layers, data(2)[0].to(next(layers.parameters()).dtype), **options)
             return model if self.kind == "pipelined" else nn.Sequential(model)
-        if self.kind == "Pipe":
-            places = [device for device, count in zip(self.devices, BALANCE) for _ in range(count)]
-            return Pipe(nn.Sequential(*map(WithDevice, layers, places)), CHUNKS, self.checkpoint)
         options = {"devices": self.devices, "chunks": CHUNKS, "checkpoint": self.checkpoint, **options}
         return GPipe(layers, BALANCE, **options)
 
@@ -64,7 +60,6 @@ GPIPES = [
     Way("GPipe", ["cpu"] * 3, "except_last"),
     *(Way("GPipe", WORKERS, mode) for mode in ("always", "except_last", "never")),
 ]
-PIPES = [Way("Pipe", ["cpu"] * 3, "except_last"), Way("Pipe", WORKERS, "except_last")]  # return a reference
 # Lightning wraps a module around a model, and DistributedDataParallel around both.
 PIPELINED = [Way("pipelined", WORKERS, "never"), Way("pipelined, in a module", WORKERS, "never")]
 Case = Callable[[Way], None]
@@ -91,8 +86,7 @@ def half(tensor: Tensor, rank: int | None = None) -> Tensor:
     return tensor[dist.get_rank() if rank is None else rank :: WORLD]
 
 
-def loss_of(output: Any, target: Tensor) -> Tensor:
-    output = output if isinstance(output, Tensor) else output.local_value()
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
@@ -157,7 +151,7 @@ class Trial:
 # --------------------------------------------------------------------------------------- the cases, run by each process
 
 
-@case(*GPIPES, *PIPES, *PIPELINED)
+@case()
 def gradients_are_those_of_the_joined_batch(way: Way) -> None:
     """The last mini-batches of an epoch are smaller: fewer micro-batches, and one; then `no_sync` adds three up.
 

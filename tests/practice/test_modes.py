@@ -27,7 +27,7 @@ def data(rows: int) -> Tensor:
     return torch.randn(rows, 4, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("off", [torch.inference_mode, torch.no_grad, nullcontext])
+@pytest.mark.parametrize("off", [torch.inference_mode, nullcontext])
 def test_training_and_evaluation_in_turns(
     pipe: Pipe, checkpoint: str, off: Callable[[], Any], module: nn.Sequential
 ) -> None:

@@ -90,7 +90,7 @@ def test_backward_by_autograd(checkpoint: str) -> None:
 @pytest.mark.parametrize("make", [in_a_row, any_module])
 @pytest.mark.parametrize(
     ("schedule", "places"),
-    [("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1, 0, 1]), ("ZeroBubble", [0, 1, 2]), ("V-Half", [0, 1, 1, 0])],
+    [("1F1B", [0, 1, 2]), ("Interleaved1F1B", [0, 1, 0, 1]), ("ZeroBubble", [0, 1, 2]), ("ZB-V", [0, 1, 1, 0])],
 )
 def test_a_step(make: Any, schedule: Any, places: list[int]) -> None:
     model = make(len(places), places, schedule=schedule, loss_fn=loss_fn)
