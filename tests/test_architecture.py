@@ -153,18 +153,6 @@ def _is_module(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def test_the_reader_of_imports_reads() -> None:
-    """A fault in the reader would make all other tests pass."""
-    path = ROOT / "torchgpipe" / "gpipe.py"
-    assert {
-        "torch",
-        "torchgpipe.batch.microbatch",
-        "torchgpipe.model.partition",
-        "torchgpipe.drive.autograd",
-    } <= set(imports(path))
-    assert "torchgpipe" not in imports(path)
-
-
 def ours_imported_by(name: str) -> list[str]:
     """Return the modules of torchgpipe that a module imports, by their names inside torchgpipe."""
     found = [imported.partition(".") for imported in imports(OURS[name])]
@@ -200,13 +188,6 @@ def code_lines(path: Path) -> int:
     with path.open("rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in SILENT]
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings)
-
-
-def test_the_counter_of_lines_counts_code_alone(tmp_path: Path) -> None:
-    path = tmp_path / "counted.py"
-    documented = '"""One.\n\nTwo."""\n\n\ndef f() -> None:\n    """Do."""\n'
-    path.write_text(documented + "    # A comment.\n    g(  # two lines\n    )\n\n\n" + 'x = """a\nb"""\n')
-    assert code_lines(path) == 5
 
 
 @pytest.mark.parametrize("package", CAPS)

@@ -129,17 +129,12 @@ def test_processes_go_on_after_one_was_killed(tmp_path: Path) -> None:
     assert said.rstrip().endswith("of the plain model that was saved")
 
 
-def demo(tmp_path: Path) -> str:
-    """Return arguments of the language model, which then compares ways to train, and draws."""
-    drawn = [f"--{name} {tmp_path / name}.svg" for name in ("timeline", "gain")]
-    return " ".join([SMALL, "--sample 1 --sleep 0.001", f"--curve {tmp_path / 'curve.png'}", *drawn])
-
-
 def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputation_apart(
     tmp_path: Path, example: Example
 ) -> None:
     """The demo once showed a pipeline beside the whole mini-batch only: a reader saw that it is slower, but not why."""
-    out = example("language_model", f"{demo(tmp_path)} --steps 2", OF_MODEL)
+    drawn = " ".join([f"--{name} {tmp_path / name}.svg" for name in ("timeline", "gain", "curve")])
+    out = example("language_model", f"{SMALL} --sample 1 --sleep 0.001 {drawn} --steps 2", OF_MODEL)
     assert re.search(r"difference +0\.000000 +0\.000000\n", out)
     ways = ["plain, whole", "plain, in 4 micro-batches"]
     ways += [f"pipeline, checkpoint={mode!r}" for mode in ("never", "except_last")]
@@ -147,13 +142,6 @@ def test_language_model_tells_the_costs_of_micro_batches_pipeline_and_recomputat
     # It ends with what several devices gain.
     assert re.search(r"\n +plain, one device +\d+\n1F1B, 4 devices, idle \d+% of the time +\d+ +\d\.\d\dx\n", out)
     assert (tmp_path / "gain.svg").exists()
-
-
-def test_language_model_learns_the_same_under_a_schedule(tmp_path: Path, example: Example) -> None:
-    out = example("language_model", f"{demo(tmp_path)} --steps 3 --partitions 2 --schedule ZeroBubble", OF_MODEL)
-    assert re.search(r"difference +0\.000000 +0\.000000\n", out)
-    assert "ZeroBubble, checkpoint='never'" in out
-    assert (tmp_path / "timeline.svg").exists()
 
 
 def test_schedules_give_equal_losses(example: Example) -> None:

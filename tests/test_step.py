@@ -83,13 +83,6 @@ def test_a_program_of_iterators_serves_every_step(front: str) -> None:
     model.step(x, target=y)
 
 
-def test_a_loss_function_that_is_a_module_is_no_layer(devices: Devices) -> None:
-    x, y = data()
-    model = stepping(mlp(), devices(4), loss_fn=nn.MSELoss())
-    assert float(model.step(x, y)) == float(stepping(mlp(), devices(4)).step(x, y))
-    assert len(model) == 4 and [*model.state_dict()] == [*mlp().state_dict()]
-
-
 @pytest.mark.on_late
 def test_frozen_layers_get_nothing_and_no_backward_before_the_first_trained_one(devices: Devices) -> None:
     ran: list[int] = []

@@ -1,4 +1,7 @@
-"""Every benchmark runs from its arguments to its tables, at meaninglessly small sizes."""
+"""Every benchmark runs from its arguments to its tables, at meaninglessly small sizes.
+
+What `make gpu DRY=1` runs is left to it: `.ci/run` does both.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,7 @@ from torch import nn
 from benchmarks import (
     batch_norm,
     host_time,
-    host_timeline,
-    mechanisms,
     memory,
-    memory_capacity,
     peers,
     plan,
     plan_models,
@@ -27,13 +27,9 @@ from benchmarks import (
     published_bubbles,
     published_memory,
     published_speed,
-    pytorch_pipelines,
     schedules,
-    tasks,
     training_cores,
-    training_steps,
 )
-from benchmarks.models import gpt
 from benchmarks.peers import Answer, Request
 from torchgpipe.schedule import NAMES
 
@@ -80,26 +76,12 @@ def run_parts(name: str, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     return result
 
 
-def micro_batches(_: str, request: Request) -> Answer:
-    return training_steps.answer("plain", {**request, "kind": "micro-batches"})
-
-
 #: The program, its part, options, and a line that is told.
 TINY = [
-    ("host_time", "cells", "--shape 2 2 --turns 1 --repeat 1 --steps 1 --peers ours plain", "| workers | always "),
-    ("host_time", "step", "--shape 2 2 --turns 1 --steps 1", "| workers | 1F1B "),
     ("host_time", "pipelined", "--shape 2 2 --turns 1 --steps 1 --layers 2 4", "glue operation, us"),
-    ("host_time", "timeline", "--turns 1 --steps 1", "recording at most"),
-    ("memory", "peaks", "--steps 1 --models mlp --peers ours plain", "| mlp   | present   | always "),
     ("memory", "first", "--first 2 --mib 1 --peers ours", "| always | resident | ours "),
     ("memory", "random", "--seeds 1 3", "at most 1.001"),
     ("memory", "copies", "--unet 2 2 16 4 --devices cpu:0 cpu:1 cpu:2", "tuples / portals"),
-    (
-        "memory",
-        "capacity",
-        "--models unet --partitions 1 2 --chunks 2 --limit 1.2 --peers plain ours --devices cpu",
-        "| pipeline-2 ",
-    ),
     ("published", "memory", "", "| unet (1, 2) | pipeline-2 |"),
     (
         "published",
@@ -108,7 +90,6 @@ TINY = [
         "0.2431, 0.2431 (8) | 0.1055, 0.0949 (16) | 0.1585, 0.1585 (8) | 0.1083, 0.1083 (16) |",
     ),
     ("published", "speed", "", "| U-Net (5, 64) | 8 | 40 |     3.105 |"),
-    ("mechanisms", "mechanisms", "--turns 1 --steps 1 --devices cpu", "| all, and deferred batch norms "),
     ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half "),
     ("schedules", "pipelined_sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| 1F1B "),
     ("schedules", "activations", "--micro-batches 5 --steps 1", "| ZeroBubble "),
@@ -116,8 +97,6 @@ TINY = [
     ("schedules", "recorded", "--sleep 0.0002", "| one device at a time "),
     ("windows", "order", "--partitions 2 --micro-batches 2 5 --windows 2", "| ZeroBubble "),
     ("windows", "host", "--turns 1", "| pipelined | workers "),
-    ("training", "speed", "--models gpt --partitions 1 2 --checkpoint never --peers plain ours", "pipeline-2"),
-    ("training", "step", "--models gpt --chunks 2 --shrink 16", "| 1F1B over Schedule1F1B, "),
     ("training", "pipelined", "--shrink 64", "over naive placement"),
     ("training", "accuracy", "--batches 512 --epochs 1 --seeds 1 --devices cpu", "| pipeline-512 "),
     ("plan", "prediction", "--seeds 1", "| predicted / measured step, off 1 in the median "),
@@ -143,22 +122,11 @@ def test_every_part_of_every_program_runs(
         pytest.importorskip("transformers", reason="it trains GPT-2")
     if part == "accuracy":
         pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
-    if name == "mechanisms":
-        pytest.importorskip("matplotlib", reason="the example that its model is from draws")
-        pytest.importorskip("tqdm")
-    ladder = memory_capacity.Ladder((1,), [(1, 4), (1, 16), (1, 128)], (3, 4, 4), 2, 2)
-    monkeypatch.setitem(memory_capacity.LADDERS["small"], "unet", ladder)
-    monkeypatch.setitem(tasks.TASKS["small"], "resnet101", tasks.Task(lambda: gpt(64, 1, 1, 2, 2), (2,), 2, 2))
-    monkeypatch.setitem(mechanisms.TASKS, "small", mechanisms.Task(1, 2, 4, 4, 2, 2))
     tiny_unet = published_memory.Experiment("pipeline-2", "unet", (1, 2), [25, 40], published_memory.Published("1M"))
     monkeypatch.setattr(published_memory, "EXPERIMENTS", [tiny_unet])
     monkeypatch.setattr(published_bubbles, "SETTINGS", published_bubbles.SETTINGS[:1])
     monkeypatch.setattr(published_speed, "FAMILIES", published_speed.FAMILIES[2:3])
-    monkeypatch.setattr(pytorch_pipelines, "answer", micro_batches)  # Its processes take ten seconds to start.
-    for module in (host_time, host_timeline, memory, memory_capacity):
-        monkeypatch.setattr(module, "MODES", ("always",))
-    monkeypatch.setattr(host_time, "SEVERAL", (12,))
-    monkeypatch.setattr(host_timeline, "PAIRS", 1)
+    monkeypatch.setattr(memory, "MODES", ("always",))
     monkeypatch.setattr(schedules, "ROWS", 2)
     monkeypatch.setattr(training_cores, "PLACES", {name: training_cores.PLACES[name] for name in NAMES[:2]})
     monkeypatch.setattr(batch_norm, "SHAPE", (4, 2, 3, 3))

@@ -9,7 +9,6 @@ from benchmarks import schedules
 from benchmarks.cost import ideal_speed_up
 from benchmarks.memory_footprint import MAKERS
 from benchmarks.peers import Peer, Request
-from benchmarks.pytorch_pipelines import answer as pytorch_answer
 from benchmarks.schedules import NAMES, WAYS
 from benchmarks.tasks import TASKS, inputs
 from benchmarks.training_steps import runner
@@ -81,13 +80,3 @@ def test_every_way_computes_the_same(model: str) -> None:
     with torch.no_grad():
         plain, ours = (runner(peer, module, asked)(x) for peer in ("plain", "ours"))
     torch.testing.assert_close(ours, plain)
-
-
-# ---- PyTorch's own pipelines.
-
-
-def test_a_process_for_each_partition_trains() -> None:
-    about = {"size": "small", "model": "gpt-tiny", "batch": 4, "m": 2, "warm_up": 1, "steps": 2}
-    seconds = pytorch_answer("Schedule1F1B", {**about, "balance": [6, 5], "devices": ["cpu", "cpu"]})["seconds"]
-    assert len(seconds) == 2
-    assert all(second > 0 for second in seconds)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,13 +31,3 @@ def test_the_distributions_have_what_they_should(made: tuple[Path, Path, Path]) 
     assert sorted(others) == [*metadata, "torchgpipe/py.typed", "torchgpipe_balancing/py.typed"]
     assert found["wheel"]["relative links of the description"] == []
     assert [name for name in found["sdist"]["left out"] if not name.startswith(".")] == []
-
-
-def test_all_is_imported_from_the_wheel(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """The README's examples are run by the tests of the documentation."""
-    with zipfile.ZipFile(made[0]) as wheel:
-        wheel.extractall(tmp_path / "site")
-    asked = "\n".join([*packages.IMPORTS, *packages.ASKED_FOR, packages.FACTS])
-    path = {"PYTHONPATH": str(tmp_path / "site")}
-    facts = json.loads(packages.call(sys.executable, "-W", "error", "-c", asked, folder=tmp_path, **path))
-    assert facts["typed"] and facts["home"] == str(tmp_path / "site" / "torchgpipe")

@@ -297,15 +297,6 @@ def test_tensors_are_joined_and_all_else_is_listed(devices: Devices, checkpoint:
     assert torch.equal(x.grad, torch.tensor([[3.0], [3.0], [3.0], [4.0], [4.0]]).expand(5, 2))
 
 
-def test_a_sequence_of_one_stays_a_sequence() -> None:
-    x = torch.rand(4, 2)
-    for make in (lambda x: (x,), lambda x: [x]):
-        (output,) = value_of(Pipe(nn.Sequential(Apply(make)), chunks=2), x)
-        assert torch.equal(output, x)
-    output, n = value_of(Pipe(nn.Sequential(Apply(lambda x: (x, len(x))))), x)
-    assert n == [4], "one micro-batch is listed too"
-
-
 # The reference
 
 

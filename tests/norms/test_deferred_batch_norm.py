@@ -308,17 +308,6 @@ def test_far_from_zero(dtype: torch.dtype, weights: torch.dtype, mean: float, to
     torch.testing.assert_close(norm.running_var.double(), var, rtol=tolerance, atol=0)
 
 
-def test_autocast(pipe: Pipe, checkpoint: str) -> None:
-    model, whole = deferred(pipe, checkpoint, nn.Linear(3, 3), nn.BatchNorm1d(3), dtype=torch.float32)
-    parts, x = copy.deepcopy(whole), numbers(9, 3).detach().float()
-    with torch.autocast("cpu", torch.bfloat16):
-        output = model(x)
-        assert output.dtype == torch.bfloat16
-        assert torch.equal(output, torch.cat([parts(part) for part in x.chunk(3)]))
-        whole(x)
-    assert_same_statistics(model, whole, rtol=1e-2, atol=1e-3)
-
-
 # Conversion
 
 

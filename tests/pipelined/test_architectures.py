@@ -1,6 +1,7 @@
 """Real architectures, small and with random weights, give pipelined what they give plain.
 
-Some of the catalogue, with one cut at random; `python -m benchmarks.campaigns.architectures` tries all, in more ways.
+Some of the catalogue, of other kinds than clients train in this folder, with one cut at random;
+`python -m benchmarks.campaigns.architectures` tries all, in more ways.
 """
 
 from __future__ import annotations
@@ -32,11 +33,6 @@ NAMES = [name for name, architecture in CATALOGUE.items() if architecture.ci]
 def float64() -> Iterator[None]:
     with in_float64():
         yield
-
-
-def test_a_dozen_kinds_are_tried() -> None:
-    assert len(NAMES) >= 12
-    assert len({CATALOGUE[name].kind for name in NAMES}) >= 12
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -65,7 +65,7 @@ def fit(
     **options: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Train in windows of four batches of one row, five and a half of them an epoch; return the log and the events."""
-    settings: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 20}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 8}
     settings |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True}
     settings |= {"disable_tqdm": True, "dataloader_pin_memory": False, "per_device_eval_batch_size": 1}
     name, events = model.config.model_type, Events(stops_at)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, plain_outcome
 from tests.skip.layers import Pop, Stash, pair
-from torchgpipe import GPipe
 from torchgpipe.skip import Namespace, Skippable, pop, skippable, stash
 
 # ------------------------------------------------------------------------------------------ the class as it was
@@ -88,30 +87,6 @@ def test_keys_of_the_original_load() -> None:
     target.load_state_dict({k.replace("1.", "1.module.").replace("inner.", "inner.module."): saved[k] for k in saved})
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, saved[name]), name
-
-
-def test_keys_of_the_original_pipeline_load() -> None:
-    @skippable(stash=["skip"])
-    class Linear(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            yield stash("skip", x)
-            return super().forward(x)
-
-    model = GPipe(nn.Sequential(Linear(2, 2, bias=False), Pop()), [1, 1], devices=["cpu"] * 2)
-    model.load_state_dict({"partitions.0.0.module.weight": torch.eye(2)})
-    assert torch.equal(model[0].weight, torch.eye(2))  # type: ignore[arg-type]
-
-
-def test_an_attribute_of_that_name_keeps_it() -> None:
-    @skippable(stash=["skip"])
-    class Mine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(1, 1)
-
-    source, target = Mine(), Mine()
-    target.load_state_dict(source.state_dict())
-    assert torch.equal(source.module.weight, target.module.weight)
 
 
 # ---------------------------------------------------------------------------------------------------------- copies

@@ -148,7 +148,7 @@ for name, (cls, settings) in DECODERS.items():
         language_model(cls, **settings),
         text,
         weight=all_labels if name == "trocr" else shifted_labels,  # which leaves the shift to its caller
-        ci=name in ("llama", "gpt2", "gemma3n"),
+        ci=name == "gemma3n",
     )
 
 add(

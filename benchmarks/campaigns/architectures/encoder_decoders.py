@@ -158,7 +158,6 @@ for name, (cls, settings) in MODELS.items():
         _routed(language_model(cls, **settings)),
         text if name == "fsmt" else translated,  # makes the decoder's inputs from the source
         weight=all_labels,
-        ci=name == "t5",
     )
 add("encoder_decoder (bert to bert)", "encoder-decoder", _both, translated, weight=all_labels)
 add(

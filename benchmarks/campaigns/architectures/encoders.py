@@ -131,7 +131,7 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 for name, (cls, settings) in MASKED.items():
-    add(name, "encoder", language_model(cls, **settings), text, weight=all_labels, ci=name in ("bert", "albert"))
+    add(name, "encoder", language_model(cls, **settings), text, weight=all_labels, ci=name == "albert")
 
 add("layoutlm", "encoder", language_model("LayoutLMForMaskedLM", **TYPES), placed, weight=all_labels)
 add(
