@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from typing import Any
 
@@ -43,23 +41,6 @@ def join_returns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do as Python 3.11 does: `Thread.join` returns at once if it was interrupted before."""
     for module in (workers, threads):
         monkeypatch.setattr(module, "join", lambda _: None)
-
-
-@pytest.mark.usefixtures("join_returns_at_once")
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_call_waits_for_the_layer_that_runs() -> None:
-    ended = []
-
-    def interrupt(x: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGINT)
-        sum(range(10**7))
-        ended.append(None)
-        return x
-
-    model = GPipe(nn.Sequential(Apply(interrupt), nn.Identity()), [1, 1], devices=DEVICES)
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(1))
-    assert ended
 
 
 @pytest.mark.usefixtures("join_returns_at_once")

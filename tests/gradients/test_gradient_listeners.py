@@ -55,17 +55,12 @@ def test_a_call_refuses_a_hook_of_a_parameter_that_got_no_gradient(
 
 
 @pytest.mark.parametrize("listens", ["hook", "post-accumulate hook", "grad", "inputs"])
-def test_a_captured_tensor_gets_its_gradient_unless_something_listens(
+def test_the_gradient_of_a_captured_tensor_is_refused_where_something_listens(
     pipe: Pipe, checkpoint: str, listens: str
 ) -> None:
-    """With a listener the gradient is refused, because nothing but ``.grad`` could take it."""
+    """Without one, `test_autograd.py::test_captured_tensors` shows; nothing but ``.grad`` could take it."""
     leaf = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
     module, model = model_of(pipe, checkpoint, Apply(lambda x: x * leaf))
-    model(batch()).sum().backward()
-    assert leaf.grad is not None
-    (expected,) = torch.autograd.grad(module(batch()).sum(), [leaf])
-    torch.testing.assert_close(leaf.grad, expected, rtol=1e-12, atol=1e-12)
-
     weight = module[2].weight
     if listens == "hook":
         weight.register_hook(lambda grad: None)
