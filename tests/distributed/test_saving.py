@@ -198,15 +198,11 @@ def save_pretrained(folder: str, made: Callable[[], Any]) -> None:
 
 def test_transformers_load_what_all_processes_have_saved(tmp_path: Path) -> None:
     expected = gpt2()
-    expected.save_pretrained(tmp_path)  # of one file, which from_pretrained would take first
     launch(2, save_pretrained, str(tmp_path), gpt2)
     loaded, info = type(expected).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     for name, parameter in loaded.named_parameters():
         torch.testing.assert_close(parameter, expected.get_parameter(name) + 3)
-    assert sorted(path.name for path in tmp_path.glob("*model*")) == [
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"
-    ]  # fmt: skip
 
 
 def lora() -> Any:

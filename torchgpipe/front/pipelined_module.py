@@ -15,7 +15,6 @@ from torchgpipe.batch.given import verify_independent
 from torchgpipe.batch.inputs import Arguments
 from torchgpipe.batch.loss import NO_TARGET
 from torchgpipe.front.sample_proof import verify
-from torchgpipe.front.saved import save_together
 from torchgpipe.gradients.clip import not_for_norms
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.placement import move_buffers
@@ -371,12 +370,21 @@ def _subclass(kind: Any) -> Any:
 
 
 def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save the model as its own class does; over several processes, all of them call this, and each writes its part."""
+    """Save the model as its own class does.
+
+    Over several processes, all of them call this. The first one gets the weights of all into host memory, and writes
+    the files of the plain model. What does not fit there is for ``torch.distributed.checkpoint``.
+    """
     processes, save = _settings_of(self).processes, functools.partial(_plain(self).save_pretrained, self)
     if processes is None:
         return save(save_directory, *args, **kwargs)
-    state = kwargs.pop("state_dict", None) or self.state_dict()
-    return save_together(processes, save, save_directory, state, *args, **kwargs)
+    if processes.replica:
+        return None
+    state = dict(kwargs.pop("state_dict", None) or self.state_dict())
+    with processes.all_together("the end of what save_pretrained writes"):
+        state = processes.collect(state, "the weights that save_pretrained writes")
+        if processes.rank == 0:
+            save(save_directory, *args, **{**kwargs, "is_main_process": True, "state_dict": state})
 
 
 def should_save_on_this_rank(self: Any, is_main_process: bool) -> Any:
