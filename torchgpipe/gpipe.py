@@ -437,10 +437,10 @@ class GPipe(nn.Module):
             print(model.verify(input, target=target))
 
         The layers run one by one, micro-batch by micro-batch. The table compares the output, changed buffers and the
-        gradients of all parameters; the loss of a step, with its buffers and gradients; the output in evaluation; and
-        without a pipeline, the output and the loss of all rows together with those of the micro-batches, the loss with
-        its gradients: in evaluation, if there are batch norms or buffers that change in training. If layers draw random
-        numbers, nothing is compared in training, and the table says so.
+        gradients of all parameters; the loss of a step, with its buffers and gradients; and without a pipeline, the
+        output and the loss of all rows together with those of the micro-batches, unless there are batch norms or
+        buffers that change. All of this is done in training and in evaluation. If layers draw random numbers in
+        training, nothing is compared there, and the table says so.
 
         Args:
             *inputs: as for the model
@@ -482,7 +482,7 @@ class GPipe(nn.Module):
             if target is not None and self._loss[0] is not None and len(inputs) == 1
             else None,
             step=lambda: self.step(fresh(inputs[0]), target),
-        ).verify()
+        ).run()
 
     def _verify_layers(self) -> None:
         """Check what may have changed since the pipeline was made."""

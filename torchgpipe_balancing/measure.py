@@ -23,7 +23,7 @@ from torchgpipe.devices.device import default_device
 from torchgpipe.devices.memory import bytes_of, storages_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
-from torchgpipe.proof.outside import Outside
+from torchgpipe.proof.leaves import Leaves
 from torchgpipe_balancing.held import HeldBytes, Saved
 from torchgpipe_balancing.profiles import LayerProfile, Profile, Sizes, Times
 from torchgpipe_balancing.walk import Input, Output, gradients_of, layers_of, run, shapes_of, tensors_in, walk
@@ -118,7 +118,7 @@ class _SizeCounter:
         outside: sets aside what is at leaves outside of the layers
     """
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: Leaves) -> None:
         self._outside = outside
         self._counted: set[int] = set()
 
@@ -187,7 +187,7 @@ def _place(device: Device | None, module: nn.Module, sample: Any) -> torch.devic
 
 
 @contextmanager
-def undisturbed(devices: Sequence[torch.device]) -> Iterator[Outside]:
+def undisturbed(devices: Sequence[torch.device]) -> Iterator[Leaves]:
     """Keep the caller's random streams, gradient mode and current device, which becomes the first accelerator.
 
     Provide what keeps the gradients and hooks of leaves outside of a model.
@@ -203,4 +203,4 @@ def undisturbed(devices: Sequence[torch.device]) -> Iterator[Outside]:
             stack.enter_context(torch.accelerator.device_index(indices[0]))
         else:
             stack.enter_context(torch.random.fork_rng([]))
-        yield stack.enter_context(Outside())
+        yield stack.enter_context(Leaves())

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.front.models import TWO, Chain, chain, gradients, same
 from torchgpipe import MicroBatches, pipelined
-from torchgpipe.front.sample_proof import FramesProof
+from torchgpipe.front.sample_proof import SampleProof
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.fingerprint import fingerprint
 from torchgpipe.replay.random_numbers import RandomNumbers
@@ -566,7 +566,7 @@ def test_a_lock_around_a_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             with self.lock:
                 return super().forward(x)
 
-    monkeypatch.setattr(FramesProof, "patience", 0.1)
+    monkeypatch.setattr(SampleProof, "patience", 0.1)
     with pytest.raises(RuntimeError, match=r"micro-batch 1 waits for ever in .*test_proof.py:\d+.* take the lock aro"):
         two(Locked())
 
@@ -673,7 +673,7 @@ def test_a_thread_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(threads._Thread, "run", begins_late)
     monkeypatch.setattr(threads, "seconds_of", seconds_of)
-    monkeypatch.setattr(FramesProof, "patience", 0.01)
+    monkeypatch.setattr(SampleProof, "patience", 0.01)
     two(Chain())
 
 

@@ -20,7 +20,7 @@ from tests.plain import mapped
 from tests.recipes import Keeps
 from torchgpipe import pipelined
 from torchgpipe.front.pipelined import pipelined_apart
-from torchgpipe.proof.proof import Proof
+from torchgpipe.front.sample_proof import SampleProof
 
 CHUNKS = 3
 
@@ -136,7 +136,7 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
     doubtful = used & {*DOUBTFUL, *KEEPING, *COMPILED, "auxiliary"}
     doubtful |= {program.loss_name} - {"mean", "labels"}
     # A lock that waits for ever makes the proof wait as long as it has patience.
-    patience = patch.object(Proof, "patience", 0.25) if "locked" in doubtful else nullcontext()
+    patience = patch.object(SampleProof, "patience", 0.25) if "locked" in doubtful else nullcontext()
     # Apart, neighbours on one device are cells of their own.
     arranged: Callable[..., Any] = data.draw(st.sampled_from([pipelined, pipelined_apart]))
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.front.programs import COMPILED, DOUBTFUL, KEEPING, LOSSES, Program, programs
 from tests.front.test_random_models import HARMLESS, WHERE, Refused, close, refusing, some_labels, taken
 from torchgpipe import MicroBatches, pipelined
-from torchgpipe.proof.proof import Proof
+from torchgpipe.front.sample_proof import SampleProof
 
 #: What takes a loss that parts keep from the model: that of one micro-batch, and a window has many.
 OF_ONE = "the caller adds what parts keep"
@@ -81,7 +81,7 @@ def check(where: str, program: Program, data: st.DataObject) -> None:
         event("the plain model fails")
         return
     try:
-        with refusing(), patch.object(Proof, "patience", 0.25):
+        with refusing(), patch.object(SampleProof, "patience", 0.25):
             pipelined(program, MicroBatches(copied(window[:2])), **options)
         with refusing():
             results = [

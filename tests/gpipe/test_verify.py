@@ -27,7 +27,7 @@ def test_all_is_compared_and_nothing_left_behind(pipe: Pipe, mode: str) -> None:
     assert table.is_equal, table
     names = [row.name for row in table.rows]
     assert {"output value", "buffer 2.running_mean", "gradient of 1.weight", "output ['loss'] of a step"} <= {*names}
-    assert {"output value, rows together and apart", "output value in evaluation"} <= {*names}
+    assert {"output value in evaluation, rows together and apart", "output value in evaluation"} <= {*names}
     assert not calls
     assert torch.equal(torch.get_rng_state(), random)
     assert all([parameters[name] is parameter for name, parameter in model.named_parameters()])

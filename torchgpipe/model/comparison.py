@@ -14,7 +14,7 @@ rounding error.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,31 @@ class Comparison:
         difference, *sizes = _measured(plain, ours)
         is_equal = difference <= tolerance * max(size.largest for size in sizes)
         self.rows.append(Compared(name, sizes[0].norm, sizes[1].norm, difference, "" if is_equal else fault))
+
+    def add_named(
+        self, what: str, plain: Mapping[str, Tensor], ours: Mapping[str, Tensor], fault: str, tolerance: float
+    ) -> None:
+        """Compare tensors by their names, and add the rows.
+
+        Args:
+            what: what they are, with ``{}`` for the name
+            plain: the plain model's, by name
+            ours: the pipeline's, by name
+            fault: what to say if they differ, with ``{}`` for the name
+            tolerance: how much they may differ, relative to the largest number of the two
+        """
+        for name in dict.fromkeys([*plain, *ours]):
+            row, text = what.replace("{}", name), fault.replace("{}", name)
+            self.add(row, plain.get(name), ours.get(name), text, tolerance=tolerance)
+
+    def skip(self, reason: str) -> None:
+        """Note what is not compared.
+
+        Args:
+            reason: what it is, and why
+        """
+        if reason not in self.skipped:
+            self.skipped.append(reason)
 
     def add_number(self, name: str, plain: Tensor, ours: Tensor, fault: str) -> None:
         """Add the row of a number that was compared.

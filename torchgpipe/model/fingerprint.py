@@ -80,8 +80,10 @@ def weighted_sum(terms: Iterable[tuple[float, Fingerprint]]) -> Projections:
 
 
 def combined(a: Fingerprint | None, b: Fingerprint) -> Fingerprint:
-    """Return the fingerprint of a sum, but for its bits, which cannot be known."""
-    projections = weighted_sum([(1.0, one) for one in (a, b) if one is not None])
+    """Return the fingerprint of a sum; if there are two terms, without its bits, which cannot be known."""
+    if a is None:
+        return b
+    projections = weighted_sum([(1.0, a), (1.0, b)])
     return Fingerprint((-1, *b.bits[1:]), length(projections), projections)
 
 

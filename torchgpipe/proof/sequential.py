@@ -1,134 +1,168 @@
 """The proof of a pipeline of layers: a call with its backward and, with a target, a step, beside the layers one by one.
 
-Where layers draw random numbers, everything runs in evaluation: a pipeline draws in another order.
+Where layers draw random numbers in training, that is left out: a pipeline draws in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from torchgpipe.batch.loss import Losses
 from torchgpipe.batch.microbatch import Batch
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.stream import Streams
-from torchgpipe.devices.torch_internals import parameter_like, pytree
+from torchgpipe.devices.torch_internals import BatchNormBase, pytree
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.model.comparison import cotangent
+from torchgpipe.model.comparison import Comparison, cotangent
 from torchgpipe.model.partition import Partition
-from torchgpipe.model.untouched import Buffers
-from torchgpipe.model.values import copy_without_graph
+from torchgpipe.model.untouched import Buffers, in_mode, untouched
 from torchgpipe.norms.mini_batch import mini_batch
-from torchgpipe.proof.proof import Number, PlainRun, Proof, Roots, Take, take_fingerprints
-from torchgpipe.replay.ambient import Ambient
+from torchgpipe.proof.leaves import Leaves
+from torchgpipe.proof.proof import (
+    Expected,
+    Gradients,
+    Roots,
+    compare_gradients,
+    differentiate,
+    take_fingerprints,
+    without_zeros,
+)
 from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
 
 __all__ = ["SequentialProof"]
 
-_DIFFERS = "is not that of the layers, run one by one"
 
+class _Run(NamedTuple):
+    """What a run has left.
 
-class _StandIns(Take):
-    """Parameters with the memory of those of a model, whose hooks and ``.grad`` are their own.
-
-    Args:
-        model: the model
+    Attributes:
+        outputs: the outputs by path
+        buffers: the buffers that have changed
+        gradients: the gradients
+        draws: whether it has drawn random numbers
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (layer, name, parameter)
-            for layer in model.modules()
-            for name, parameter in layer._parameters.items()
-            if parameter is not None and not is_lazy(parameter)
-        ]
-        self._made = {
-            parameter: parameter_like(parameter, parameter.detach(), requires_grad=parameter.requires_grad)
-            for *_, parameter in self._places
-        }
-        for parameter, stand_in in self._made.items():
-            vars(stand_in).update(vars(parameter))
-        self._named: dict[str, Tensor] = {}
-        self._model = model
-
-    def __enter__(self) -> _StandIns:
-        for layer, name, parameter in self._places:
-            setattr(layer, name, self._made[parameter])
-        self._named = dict(self._model.named_parameters())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for layer, name, parameter in self._places:
-            setattr(layer, name, parameter)
-
-    def own(self) -> list[Tensor]:
-        return list(self._named.values())
-
-    def take(self) -> Iterator[tuple[str, Leaf]]:
-        for name, stand_in in self._named.items():
-            grad, stand_in.grad = stand_in.grad, None
-            yield name, grad
+    outputs: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    gradients: Gradients
+    draws: bool
 
 
-class SequentialProof(Proof):
+@dataclass(eq=False)
+class SequentialProof:
     """The comparison of a pipeline with its own layers on one mini-batch.
 
-    Args:
+    Attributes:
         model: the pipeline
         partitions: returns the layers of each partition
         devices: the device of each partition
-        batches: returns new micro-batches, at most so many
+        chunks: the number of micro-batches
         splits: whether the micro-batches are parts of a mini-batch
+        batches: returns new micro-batches, at most so many
         gather: joins the outputs of micro-batches
         pipeline: runs the mini-batch through the pipeline, forward
         loss: returns the loss of a step of at most so many micro-batches; None to compare no step
         step: runs a step
     """
 
-    draws_in_another_order = True
+    model: nn.Module
+    partitions: Callable[[], Sequence[Partition]]
+    devices: Sequence[torch.device]
+    chunks: int
+    splits: bool
+    batches: Callable[[int], list[Batch]]
+    gather: Callable[[list[Batch]], Any]
+    pipeline: Callable[[], Any]
+    loss: Callable[[int], Losses] | None
+    step: Callable[[], Any]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        partitions: Callable[[], Sequence[Partition]],
-        devices: Sequence[torch.device],
-        *,
-        chunks: int,
-        splits: bool,
-        batches: Callable[[int], list[Batch]],
-        gather: Callable[[list[Batch]], Any],
-        pipeline: Callable[[], Any],
-        loss: Callable[[int], Losses] | None,
-        step: Callable[[], Any],
+    def __post_init__(self) -> None:
+        parameters = [known for known in self.model.parameters() if known.is_floating_point() or known.is_complex()]
+        self._comparison = Comparison(max([torch.finfo(known.dtype).eps for known in parameters], default=0.0))
+        self._leaves, self._streams = Leaves(self.model.named_parameters()), Streams()
+        #: The gradients of the output that backward of the pipeline begins with.
+        self._seeds: list[Tensor] = []
+
+    def run(self) -> Comparison:
+        """Run everything, in training and in evaluation, and return the comparison."""
+        with torch.inference_mode(False), torch.enable_grad(), self._leaves, without_zeros(self.model):
+            for training in (True, False):
+                with in_mode(self.model, training):
+                    self._compare("" if training else " in evaluation", None, self._called)
+                    if self.loss is not None:
+                        self._compare(" of a step" + " in evaluation" * (not training), self.loss, self._stepped)
+        return self._comparison
+
+    def _compare(
+        self, what: str, loss: Callable[[int], Losses] | None, pipeline: Callable[[], dict[str, Tensor]]
     ) -> None:
-        count = len(batches(chunks))
-        parameters = [known for known in model.parameters() if known.is_floating_point() or known.is_complex()]
-        epsilon = max([torch.finfo(known.dtype).eps for known in parameters], default=0.0)
-        super().__init__(model, devices, [1] * count, epsilon, splits=splits)
-        self._partitions, self._chunks, self._batches, self._gather = partitions, chunks, batches, gather
-        self._splits = splits
-        self._streams = Streams()
-        self._pipeline, self._make_loss, self._step = pipeline, loss, step
-        #: The loss of a step while steps are compared.
-        self._loss: Losses | None = None
-        self._steps = False
-        #: For each micro-batch, the gradients of the leaves of its output that backward begins with.
-        self._seeds: list[list[Tensor]] = []
-        self._before: list[bytes] = []
+        """Compare outputs, buffers and gradients of the pipeline with those of the layers, and rows with rows apart."""
+        comparison, training = self._comparison, self.model.training
 
-    # ---------------------------------------------------------------------------------------------------------- layers
+        def run(count: int, scale: int = 1) -> _Run:
+            return self._recorded(lambda: self._layers(count, scale, None if loss is None else loss(count)))
 
-    def run_plain(self, i: int | None) -> Batch:
-        (batch,) = self._batches(1) if i is None else self._batches(self._chunks)[i : i + 1]
+        apart = run(self.chunks)
+        if apart.draws:
+            if training:
+                comparison.skip("training, where layers draw random numbers, and a pipeline in another order")
+            else:
+                comparison.note("random numbers", _DRAWS)
+            return
+        norms = [child for child in self.model.modules() if isinstance(child, BatchNormBase)]
+        if self.splits and not (training and (norms or apart.buffers)):
+            row, fault = f"output {{}}{what}, rows together and apart", _COUPLED if loss is None else _NO_MEAN
+            comparison.add_named(row, run(1).outputs, apart.outputs, fault, comparison.loose)
+        ours = self._recorded(pipeline)
+        for kind, a, b in (("output", apart.outputs, ours.outputs), ("buffer", apart.buffers, ours.buffers)):
+            row = f"{kind} {{}}{what}"
+            comparison.add_named(row, a, b, f"{row} {_DIFFERS}", comparison.tight)
+        expected = Expected(apart.gradients, lambda scale: run(self.chunks, scale).gradients)
+        faults = {name: f"gradient of {name}{what} {_DIFFERS}" for name in ours.gradients}
+        compare_gradients(comparison, expected, ours.gradients, faults, what)
+
+    def _recorded(self, run: Callable[[], dict[str, Tensor]]) -> _Run:
+        """Run without a trace."""
+        with untouched(self.model, self.devices):
+            buffers, before = Buffers(self.model), generator_states(self.devices)
+            outputs = run()
+            gradients = take_fingerprints(self._leaves.take())
+            return _Run(outputs, buffers.changed(), gradients, generator_states(self.devices) != before)
+
+    def _layers(self, count: int, scale: int = 1, loss: Losses | None = None) -> dict[str, Tensor]:
+        """Run the layers on so many micro-batches, and differentiate each."""
+        batches = self.batches(count)
+        outputs: list[Batch] = []
+        seeds = list[list[Tensor]]()
+        with mini_batch(len(batches)):
+            for i, batch in enumerate(batches):
+                output = self._layers_on(batch)
+                leaves = [leaf for leaf in output.leaves if leaf is not None]
+                if loss is not None:
+                    value = loss.finish(i, output)
+                    pairs = [(value, torch.full_like(value, scale))]
+                else:
+                    seeds.append([cotangent(f"{k} {i}", leaf) for k, leaf in enumerate(leaves)])
+                    pairs = [(leaf, seed * scale) for leaf, seed in zip(leaves, seeds[-1])]
+                self._differentiate(pairs)
+                copies = [leaf if leaf is None else leaf.detach().clone() for leaf in output.leaves]
+                outputs.append(output.replace(tuple(copies)))
+        if loss is not None:
+            return {"['loss']": loss.sum()}
+        if count == self.chunks:
+            self._seeds = [*map(torch.cat, zip(*seeds))] if self.splits else [seed for one in seeds for seed in one]
+        return _named(self.gather(outputs))
+
+    def _layers_on(self, batch: Batch) -> Batch:
         tracker = SkipTracker()
         with tracker:
-            for partition, device in zip(self._partitions(), self._devices):
+            for partition, device in zip(self.partitions(), self.devices):
                 batch = batch.replace(tuple([leaf if leaf is None else bring(leaf, device) for leaf in batch.leaves]))
                 for key, skip in tracker.skips.items():
                     tracker.skips[key] = skip if skip is None else bring(skip, device)
@@ -136,120 +170,39 @@ class SequentialProof(Proof):
                     batch = type(batch).of(batch.pass_to(partition), "the output of a layer")
         return batch
 
-    @contextmanager
-    def running_plain(self) -> Iterator[Take]:
-        with _StandIns(self._module) as stand_ins:
-            self._before = generator_states(self._devices)
-            self._loss = self._make_loss(self._chunks) if self._steps and self._make_loss is not None else None
-            yield stand_ins
+    def _differentiate(self, pairs: Roots) -> None:
+        roots = [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
+        self._leaves.note([leaf for leaf, _ in roots])
+        differentiate(roots)
 
-    def draws(self) -> bool:
-        return generator_states(self._devices) != self._before
-
-    def surround(self, count: int) -> AbstractContextManager[object]:
-        return mini_batch(count)
-
-    def tensors(self, output: Batch) -> Iterator[tuple[str, Tensor]]:
-        return iter(_named(output.value).items())
-
-    def without_graph(self, output: Batch) -> Batch:
-        return output.replace(tuple([leaf if leaf is None else copy_without_graph(leaf) for leaf in output.leaves]))
-
-    def roots(self, i: int, output: Batch) -> Roots:
-        if self._loss is not None:
-            share = self._loss.finish(i, output)
-            return [(share, torch.ones_like(share))] if share.requires_grad else []
-        pairs = [(leaf, cotangent(f"{k} {i}", leaf)) for k, leaf in enumerate(output.leaves) if leaf is not None]
-        self._seeds[i:] = [[seed for _, seed in pairs]]
-        return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
-
-    def roots_of_rows(self, i: int | None, output: Batch) -> Roots:
-        if i is not None:
-            return self.roots(i, output)
-        leaves = [leaf for leaf in output.leaves if leaf is not None]
-        pairs = zip(leaves, map(torch.cat, zip(*self._seeds)))
-        return [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad and leaf.shape == seed.shape]
-
-    def inputs(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(_named(self._batches(1)[0].value).items())
-
-    def sum_losses(self) -> Tensor | None:
-        return None if self._loss is None else self._loss.sum()
-
-    # ------------------------------------------------------------------------------------------------------------ rows
-
-    def numbers(self, i: int | None, output: Batch) -> dict[str, Tensor]:
-        if self._make_loss is None:
-            return {}
-        loss = self._make_loss(1 if i is None else self._chunks)
-        return {"loss": loss.finish(i or 0, output)}
-
-    def compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
-        joined = torch.stack([share.value for share in apart]).sum()
-        fault = (
-            f"the loss of all rows is {float(together.value):.6g}, and that of the rows apart {float(joined):.6g}, or "
-            "their gradients differ: loss_fn is no mean over rows or labels; give weight=, which returns the weight of "
-            "a micro-batch"
-        )
-        fault *= not self.fits(together, apart, [1.0] * len(apart))
-        self.comparison.add_number("loss of a step, rows together and apart", together.value, joined, fault)
-
-    def compare_outputs_of_rows(self, together: Batch, apart: list[Any], *, training: bool, draws: bool) -> None:
-        fault = (
-            "the output {} is not what the rows apart give, without a pipeline either: a layer couples the rows, as by "
-            "x.mean(0), or dimension 0 is not the batch (batch_first=True?)"
-        )
-        whole, joined, loose = _named(together.value), _named(self._gather(apart)), self.comparison.loose
-        self.compare_named("output {}, rows together and apart", whole, joined, fault, loose)
-
-    # -------------------------------------------------------------------------------------------------------- pipeline
-
-    def compare_pipeline(self, apart: PlainRun) -> None:
-        outputs = self._gather([*apart.outputs])
-        self._compare("", apart, _named(outputs), lambda: self._differentiated(self._pipeline()))
-        if self._make_loss is not None:
-            self._steps = True
-            stepped = self.apart()
-            assert stepped.loss is not None
-            self._compare(" of a step", stepped, {"['loss']": stepped.loss}, self._stepped)
-
-    def _compare(
-        self, what: str, apart: PlainRun, outputs: Mapping[str, Tensor], run: Callable[[], dict[str, Tensor]]
-    ) -> None:
-        """Run the pipeline, and compare its outputs, the buffers and the gradients with those of the layers."""
-        with self._untouched(), _StandIns(self._module) as stand_ins:
-            buffers = Buffers(self._module)
-            ours = run()
-            changed = buffers.changed()
-            gradients = take_fingerprints(stand_ins.take())
-            gradients |= take_fingerprints(self._outside.take())
-        for kind, expected, actual in (("output", outputs, ours), ("buffer", apart.buffers, changed)):
-            row = f"{kind} {{}}{what}"
-            self.compare_named(row, expected, actual, f"{row} {_DIFFERS}", self.comparison.tight)
-        if apart.gradients is not None:
-            faults = [(name, grad, f"gradient of {name}{what} {_DIFFERS}") for name, grad in gradients.items()]
-            self.compare_gradients(apart.gradients, faults, what)
-
-    def _differentiated(self, output: Any) -> dict[str, Tensor]:
-        """Differentiate the output of the pipeline as that of the layers was, and return it."""
+    def _called(self) -> dict[str, Tensor]:
+        """Run the pipeline, and differentiate its output as that of the layers was."""
+        output = self.pipeline()
         leaves: list[Leaf] = pytree.tree_leaves(output)
-        seeds = [*map(torch.cat, zip(*self._seeds))] if self._splits else [seed for one in self._seeds for seed in one]
-        pairs = zip([leaf for leaf in leaves if leaf is not None], seeds)
-        wanted = [(leaf, seed) for leaf, seed in pairs if leaf.requires_grad]
-        if wanted:
-            with Ambient().without_autocast():
-                torch.autograd.backward([leaf for leaf, _ in wanted], [grad for _, grad in wanted])
+        pairs = zip([leaf for leaf in leaves if leaf is not None], self._seeds)
+        differentiate([(leaf, seed) for leaf, seed in pairs if leaf.requires_grad])
         return _named(output)
 
     def _stepped(self) -> dict[str, Tensor]:
-        result = self._step()
+        result = self.step()
         return {"['loss']": result[0] if isinstance(result, tuple) else result}
-
-    def compare_evaluation(self, outputs: list[Any]) -> None:
-        plain, ours, row = _named(self._gather(outputs)), _named(self._pipeline()), "output {} in evaluation"
-        self.compare_named(row, plain, ours, f"{row} {_DIFFERS}", self.comparison.tight)
 
 
 def _named(value: Any) -> dict[str, Tensor]:
     leaves, _ = pytree.tree_flatten_with_path(value)
     return {pytree.keystr(path) or "value": leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+_DIFFERS = "is not that of the layers, run one by one"
+_DRAWS = (
+    "layers draw random numbers in evaluation, too, and a pipeline draws in another order, so nothing can be compared; "
+    "let them draw in training only"
+)
+_COUPLED = (
+    "the output {} is not what the rows apart give, without a pipeline either: a layer couples the rows, as by "
+    "x.mean(0), or dimension 0 is not the batch (batch_first=True?)"
+)
+_NO_MEAN = (
+    "the loss of all rows is not that of the rows apart: loss_fn is no mean over rows or labels; give weight=, which "
+    "returns the weight of a micro-batch"
+)

@@ -1,13 +1,13 @@
-"""Leaves outside of a model that its graph ends in: an adapter that replaces a forward, a trained prompt in a closure.
+"""Gradients and hooks of leaves, set aside for a proof: those of a GPipe's parameters, and of what no module has.
 
-The parameters of a model have stand-ins during a proof; such leaves have none. So their gradients and hooks are set
-aside when a graph first leads to them, and put back at the end of the proof.
+The parameters of a pipelined model have aliases during a proof. A graph may end in other leaves, too: an adapter that
+replaces a forward, a trained prompt in a closure. These are set aside when a graph first leads to them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torchgpipe.devices.torch_internals import gradient_hooks, hooks_behind_accu
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.graph.split_backward import nodes_below
 
-__all__ = ["Outside"]
+__all__ = ["Leaves"]
 
 
 class _Leaf:
@@ -25,10 +25,11 @@ class _Leaf:
 
     Args:
         leaf: the leaf, which is held weakly: a forward may make it anew in each run
+        name: its name; '' for one that is found in a graph
     """
 
-    def __init__(self, leaf: Tensor) -> None:
-        self.ref = weakref.ref(leaf)
+    def __init__(self, leaf: Tensor, name: str) -> None:
+        self.ref, self.name = weakref.ref(leaf), name
         #: In how many graphs it was: one that a forward has made is in one only.
         self.count = 0
         self._grad = leaf.grad
@@ -46,20 +47,26 @@ class _Leaf:
             by_id.update(before)
 
 
-class Outside:
-    """The leaves outside of a model, for a ``with`` block."""
+class Leaves:
+    """Leaves that are set aside, for a ``with`` block.
 
-    def __init__(self) -> None:
+    Args:
+        named: those that are known, with their names
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]] = ()) -> None:
+        self._named = named
         self._leaves: list[_Leaf] = []
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> Leaves:
+        self._leaves = [_Leaf(leaf, name) for name, leaf in self._named]
         return self
 
     def __exit__(self, *_: object) -> None:
         for known in self._leaves:
             known.put_back()
 
-    def note(self, roots: Sequence[Tensor], own: Collection[Tensor]) -> None:
+    def note(self, roots: Sequence[Tensor], own: Collection[Tensor] = ()) -> None:
         """Set aside what is at the leaves of a graph, before it is differentiated.
 
         Args:
@@ -72,15 +79,15 @@ class Outside:
             leaf: Tensor | None = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in own_ids:
                 if id(leaf) not in known:
-                    known[id(leaf)] = _Leaf(leaf)
+                    known[id(leaf)] = _Leaf(leaf, "")
                     self._leaves.append(known[id(leaf)])
                 known[id(leaf)].count += 1
 
     def take(self) -> Iterator[tuple[str, Leaf]]:
-        """Yield the gradients that have arrived at leaves of several graphs, with names for errors, and leave none."""
+        """Yield the gradients that have arrived, with names, and leave none; of the others, those of several graphs."""
         for k, known in enumerate(self._leaves):
             leaf = known.ref()
             if leaf is not None:
                 grad, leaf.grad = leaf.grad, None
-                if known.count > 1:
-                    yield f"leaf {k} outside of the model", grad
+                if known.name or known.count > 1:
+                    yield known.name or f"leaf {k} outside of the model", grad

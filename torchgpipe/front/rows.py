@@ -1,0 +1,244 @@
+"""Rows together and rows apart: what the plain model gives for a mini-batch at once, and for its micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchgpipe.batch.given import MicroBatches
+from torchgpipe.batch.inputs import Arguments
+from torchgpipe.batch.outputs import join
+from torchgpipe.front.plain import Number, PlainModel
+from torchgpipe.model.comparison import Comparison, difference_of
+from torchgpipe.model.fingerprint import length, weighted_sum
+from torchgpipe.model.untouched import in_mode
+from torchgpipe.model.values import each
+from torchgpipe.pipeline.numbers import compute_shares, joiner, list_rules
+from torchgpipe.pipeline.pipeline import Pipeline
+
+__all__ = ["Rows", "are_equal", "find_divisors"]
+
+
+class Rows:
+    """The comparison of rows together with rows apart.
+
+    Args:
+        pipeline: what runs the pipelined model
+        plain: the plain model
+        comparison: takes the rows of the table
+
+    Attributes:
+        differing: the outputs that may differ, and do
+    """
+
+    def __init__(self, pipeline: Pipeline, plain: PlainModel, comparison: Comparison) -> None:
+        self._module, self._settings, self._plain, self._comparison = (
+            pipeline.module,
+            pipeline.settings,
+            plain,
+            comparison,
+        )
+        self._sizes, self.differing = plain.sizes, list[str]()
+
+    def compare(self, training: bool) -> None:
+        """Compare the outputs, and the numbers among them with their gradients."""
+        comparison, plain = self._comparison, self._plain
+        with in_mode(self._module, training):
+            parts = [plain.numbers_of(i) for i in range(len(self._sizes))]
+            draws = plain.drew
+            together, numbers = self._numbers_of_all()
+            self._compare_outputs(together, [output for output, _ in parts], training=training, draws=draws)
+            for path, number in numbers.items() if not draws else ():
+                apart = [part[path] for _, part in parts if path in part]
+                if path:
+                    self._compare_number(path, number, apart)
+                elif not fits(comparison, number, apart, [1.0] * len(apart)):
+                    name = _differing_most(number, apart, [1.0] * len(apart))
+                    comparison.note("gradients, rows together and apart", _OF_ROWS.format(name))
+            if not comparison.is_equal:
+                self._explain_change(training)
+
+    def compare_numbers(self) -> None:
+        """Compare the values of the numbers alone, and find their rules if these are not known."""
+        parts = [self._plain.numbers_of(i)[1] for i in range(len(self._sizes))]
+        for path, number in self._numbers_of_all()[1].items():
+            self._compare_number(path, number, [part[path] for part in parts if path in part])
+
+    def _numbers_of_all(self) -> tuple[Any, dict[str, Number]]:
+        try:
+            return self._plain.numbers_of(None)
+        except Exception as error:
+            self._plain.explain_failure(error, sum(self._sizes))
+            raise
+
+    def _explain_change(self, training: bool) -> None:
+        """Say so if what differs between rows together and apart differs from call to call."""
+        plain, comparison, outputs = self._plain, self._comparison, list[Any]()
+        with plain.running(), torch.no_grad():
+            for _ in range(2):
+                with plain.drawing_as(0):
+                    outputs.append(plain.without_graph(plain.run(0)))
+        if not are_equal(*outputs):
+            fault = _CHANGES.format("training" if training else "evaluation")
+            comparison.rows = [row._replace(fault=fault) if row.fault else row for row in comparison.rows]
+
+    def _compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
+        """Compare a number of all rows with those of the micro-batches, by the rule that fits."""
+        settings, batch, comparison = self._settings, self._plain.batch, self._comparison
+        with_loss = self._plain.with_loss
+        rules = [] if with_loss else list_rules(settings, batch, path)
+        tried = [compute_shares(settings, batch, rule) for rule in rules] or [[*self._plain.factors.values()]]
+        values = [number._replace(gradients=None) for number in apart]
+        by_value = [k for k, shares in enumerate(tried) if fits(comparison, together, values, shares)]
+        fitting = [k for k in by_value if fits(comparison, together, apart, tried[k])]
+        k = [*fitting, *by_value, 0][0]
+        may_differ = path in settings.may_differ
+        if len(rules) > 1 and (fitting or (by_value and may_differ)):
+            settings.study.rules[path] = rules[k]
+        if not fitting and may_differ:
+            self.differing.append(path)
+            return
+        joined = torch.stack([number.value * share for number, share in zip(apart, tried[k])]).sum()
+        fault = ""
+        if not fitting and by_value:
+            fault = self._describe_gradient_of(path, _differing_most(together, apart, tried[k]))
+        elif not fitting:
+            fault = self._describe_number(path, together, apart, joined)
+        name = "loss" if with_loss else f"'{path}'"
+        comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
+
+    def _compare_outputs(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
+        settings, with_loss, loose = self._settings, self._plain.with_loss, self._comparison.loose
+        try:
+            whole = joiner(settings, self._plain.batch)
+            joined = dict(each(join(apart, self._sizes, settings.study.kinds[training], whole)))
+        except (TypeError, ValueError) as error:
+            if settings.loss_fn is None and not with_loss:
+                self._comparison.note("outputs", f"{error} ({self._plain.decisions()})")
+            return
+        for path, tensor in each(together):
+            ours = joined.get(path)
+            is_known = tensor.dim() == 0 and tensor.is_floating_point() and not with_loss
+            if is_known or (draws and ours is not None and ours.shape == tensor.shape):
+                continue
+            if ours is not None and path in settings.may_differ:
+                difference, largest = difference_of(tensor, ours)
+                if difference > loose * largest:
+                    self.differing.append(path)
+                continue
+            fault = self._describe_coupling(path, tensor, ours)
+            self._comparison.add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=loose)
+
+    # ---------------------------------------------------------------------------------------------------------- faults
+
+    def _describe_coupling(self, path: str, whole: Tensor, joined: Tensor | None) -> str:
+        plain = self._plain
+        shape = f"of shape {tuple(whole.shape)} for {sum(self._sizes)} rows"
+        if joined is not None and joined.shape != whole.shape:
+            shape += f", and {tuple(joined.shape)} joined from micro-batches of {self._sizes} rows,"
+        return (
+            f"the output '{path}' {shape} is not what the rows apart give: the rows are coupled, as by x.mean(0), an "
+            f"attention over rows or a contrastive loss, and cannot be split; or {plain.remedy()} ({plain.decisions()})"
+        )
+
+    def _describe_number(self, path: str, together: Number, apart: Sequence[Number], joined: Tensor) -> str:
+        sizes = self._sizes
+        whole, parts = _show_number(together.value), " and ".join([_show_number(part.value) for part in apart])
+        said = f"the output '{path}' of {sum(sizes)} rows is {whole}, and that of the rows apart {parts}, joined "
+        said += _show_number(joined)
+        if fits(self._comparison, together, apart, [1.0] * len(apart)):
+            return f"{said}; it is a sum: give reduce='sum'"
+        if fits(self._comparison, together, apart, [size / sum(sizes) for size in sizes]):
+            return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
+        return (
+            f"{said}; if it is a weighted mean, as over tokens or classes, give weight=, which returns that of a "
+            "micro-batch; else the rows are coupled, as by a contrastive loss or the balancing of experts, and it "
+            f"cannot be split; may_differ=['{path}'] lets it differ, with a warning"
+        )
+
+    def _describe_gradient_of(self, path: str, name: str) -> str:
+        chunks = self._settings.chunks
+        return (
+            f"the gradient of {name} does not follow that of the output '{path}': the rows are "
+            "coupled, or a torch.autograd.Function, as for an auxiliary loss, adds a gradient of its own, which would "
+            f"count once for each micro-batch, {chunks} times; let it add 1/{chunks} of that, and give "
+            f"may_differ=['{path}'], or add the auxiliary loss to '{path}' instead"
+        )
+
+
+_CHANGES = (
+    "the model changes from call to call, in {}: the same rows give other outputs the second time, without a pipeline "
+    "either, so micro-batches cannot give what all rows give; switch off what it observes or counts, as by "
+    "model.apply(torch.ao.quantization.disable_observer)"
+)
+_OF_ROWS = (
+    "the gradient of {} is not the sum of those of the rows apart, without a pipeline either: the rows are coupled, as "
+    "by x.mean(0) or an attention over rows, and cannot be split; or a torch.autograd.Function adds a gradient that "
+    "does not follow that of its output, which would count once for each micro-batch"
+)
+
+
+def find_divisors(pipeline: Pipeline, plain: PlainModel, comparison: Comparison) -> None:
+    """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
+    module: Any = pipeline.module
+    study, (args, kwargs) = pipeline.settings.study, plain.batch.parts[0]
+    window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)])
+    batch = study.splitter.micro_batches(Arguments((window,), {}), 2)
+    with torch.no_grad(), in_mode(module, False), suppress(Exception):  # It may not take this argument.
+        inspect.signature(module._torchgpipe_forward).bind_partial(num_items_in_batch=7)
+        other = plain.of(batch)
+        (_, of_seven), (_, of_fourteen) = other.numbers_of(0), other.numbers_of(1)
+        for path, number in of_seven.items():
+            study.divides[path] = fits(comparison, number, [of_fourteen[path]], [2.0])
+
+
+def fits(comparison: Comparison, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
+    """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
+    # A mean over no labels is nan.
+    counted = [(number, share) for number, share in zip(apart, shares) if share]
+    apart, shares = [number for number, _ in counted], [share for _, share in counted]
+    parts = [float(number.value) * share for number, share in counted]
+    whole, loose = float(together.value), comparison.loose
+    if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):
+        return False
+    gaps = _gaps(together, apart, shares).values()
+    return math.sqrt(sum([gap for gap, _ in gaps])) <= loose * math.sqrt(sum([size for _, size in gaps]))
+
+
+def _gaps(together: Number, apart: Sequence[Number], shares: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """Return the squares of the difference and of the size of each gradient; nothing if a number has none."""
+    if any([number.gradients is None for number in (together, *apart)]):
+        return {}
+    gaps: dict[str, tuple[float, float]] = {}
+    for name, of_all in (together.gradients or {}).items():
+        known = [(1.0, of_all)] if of_all is not None else []
+        if any([name not in (number.gradients or {}) for number in apart]):
+            continue  # A leaf outside of the model that no run before had used.
+        terms = [(share / one.scale, (one.gradients or {}).get(name)) for one, share in zip(apart, shares)]
+        joined = weighted_sum([(share, one) for share, one in terms if one is not None])
+        size = max(length(joined), *[one.norm for _, one in known], 0.0)
+        gap = length(weighted_sum(known), joined)
+        gaps[name] = gap * gap, size * size
+    return gaps
+
+
+def _differing_most(together: Number, apart: Sequence[Number], shares: Sequence[float]) -> str:
+    """Return the name of the gradient that differs most."""
+    gaps = _gaps(together, apart, shares)
+    return max(gaps, key=lambda name: gaps[name][0], default="a parameter")
+
+
+def are_equal(a: Any, b: Any) -> bool:
+    """Return whether two outputs have the same tensors."""
+    left, right = dict(each(a)), dict(each(b))
+    return left.keys() == right.keys() and all([difference_of(left[path], right[path])[0] == 0 for path in left])
+
+
+def _show_number(tensor: Tensor) -> str:
+    return f"{tensor.detach().item():.6g}"
