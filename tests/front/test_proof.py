@@ -126,27 +126,6 @@ def test_a_loss_function_is_compared_on_the_target_of_the_sample() -> None:
     two(Chain(), sample, loss_fn=total, target=target, reduce="sum")
 
 
-def test_a_long_proof_says_what_takes_so_long(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A test that does not wait: the timer of a proof runs out as soon as it is started."""
-    started = threading.Timer.start
-
-    def start(timer: threading.Timer) -> None:
-        assert timer.interval == 5
-        timer.interval = 0
-        started(timer)
-        timer.join()
-
-    two(Chain())
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(threading.Timer, "start", start)
-    two(Chain())
-    assert capfd.readouterr().err == (
-        "torchgpipe.pipelined: comparing the pipeline with the plain model on the sample ...\n"
-    )
-
-
 def test_the_first_tensor_that_differs_is_named_with_its_partition() -> None:
     """Nobody looks at numbers in a box, where the second partition finds those of another micro-batch."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -52,6 +50,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 M = TypeVar("M", bound=nn.Module)
+
+#: Within `pipelined_apart`, what the sample has shown, if anything; else None.
+_measured: ContextVar[Sequence[Study] | None] = ContextVar("measured", default=None)
 
 #: How many partitions a device has under ``offload``, unless ``partitions`` says it.
 _PARTITIONS_EACH = 8
@@ -168,54 +169,6 @@ def pipelined(
             what no pipeline can.
         Exception: what the plain module raises on the sample, with a note.
     """
-    return _pipelined(**locals())  # type: ignore[no-any-return]
-
-
-def pipelined_apart(module: M, sample: Any, *, studied: Study | None = None, **options: Any) -> M:
-    """Pipeline a module with every partition as a column of its own, to measure each of them by itself.
-
-    Neighbours on one device are run one by one, which takes longer and changes no result.
-
-    Args:
-        module: as for `pipelined`
-        sample: as for `pipelined`
-        studied: what the sample has shown, so that it does not run again
-        **options: as for `pipelined`
-
-    Returns:
-        ``module``
-    """
-    call = inspect.signature(pipelined).bind(module, sample, **options)
-    call.apply_defaults()
-    return _pipelined(**call.arguments, apart=True, studied=studied)  # type: ignore[no-any-return]
-
-
-def _pipelined(
-    module: M,
-    sample: Any,
-    *,
-    chunks: int | None,
-    devices: Iterable[Device] | None,
-    partitions: int | None,
-    balance: str | Sequence[int] | Mapping[str, Any],
-    schedule: Schedule,
-    loss_fn: Callable[..., Any] | None,
-    weight: Callable[..., Any] | None,
-    reduce: str | None,
-    no_chunk: Collection[str],
-    checkpoint: bool | Collection[str],
-    verify: bool | Collection[str],
-    may_differ: Collection[str],
-    target: Any,
-    offload: bool | Literal["weights"],
-    slots: int | Sequence[int],
-    pin: int | Sequence[int | None] | None,
-    mesh: DeviceMesh | None,
-    timeout: timedelta | None,
-    gather: bool,
-    apart: bool = False,
-    studied: Study | None = None,
-) -> M:
     verify_module(module)
     window = sample if isinstance(sample, MicroBatches) else window_of(arguments_of(sample))
     verify_independent(window, "the sample of pipelined")
@@ -244,7 +197,8 @@ def _pipelined(
         if offload:
             raise ValueError("offload= is for one process; over several, leave it out, and give more processes")
         places, fixed = _devices_of_processes(processes, devices, partitions, balance), True
-    arguments = arguments_of(sample if window is None else window[0])
+    arguments, measured = arguments_of(sample if window is None else window[0]), _measured.get()
+    studied = measured[0] if measured else None
     with nullcontext() if processes is None else processes.all_together("the study of the sample"):
         if processes is not None:
             given = [arguments] if window is None else [*map(arguments_of, window)]
@@ -260,7 +214,7 @@ def _pipelined(
             balance=balance,
             no_chunk=[name for name in whole if name != "target" or has_argument(module.forward, name)],
             checkpoint=checkpoint,
-            apart=apart or schedule in APART or bool(offload) or processes is not None,
+            apart=measured is not None or schedule in APART or bool(offload) or processes is not None,
             studied=studied,
             splits=window is None,
             chunks=count,
@@ -282,7 +236,7 @@ def _pipelined(
     if limits is not None:
         verify_fits(_sizes(module, settings), limits[0])
     verify_fitting(settings, schedule)
-    verify_links(settings.devices, 3)
+    verify_links(settings.devices, 2)
     if processes is not None:
         begin_alike(module, settings, processes)
         keep_own(module, settings, processes)
@@ -292,11 +246,10 @@ def _pipelined(
     runs = make_pipelined(module, settings)
     if not settings.study.on_meta and (verify is not False or (studied is None and settings.study.returns_numbers)):
         try:
-            with _telling():
-                # One micro-batch twice, or no frame would meet another.
-                several = window if window is None or len(window) > 1 else MicroBatches([*window, *window])
-                proved = arguments if several is None else Arguments((several,), {})
-                _prove(runs, proved, target, verifies=verify is not False)
+            # One micro-batch twice, or no frame would meet another.
+            several = window if window is None or len(window) > 1 else MicroBatches([*window, *window])
+            proved = arguments if several is None else Arguments((several,), {})
+            _prove(runs, proved, target, verifies=verify is not False)
         except BaseException as error:
             if ran_out_of_memory(error):
                 error.add_note(
@@ -309,6 +262,27 @@ def _pipelined(
                 processes.fail(error)  # Others may not have failed, and would wait.
             raise
     return module
+
+
+def pipelined_apart(module: M, sample: Any, *, studied: Study | None = None, **options: Any) -> M:
+    """Pipeline a module with every partition as a column of its own, to measure each of them by itself.
+
+    Neighbours on one device are run one by one, which takes longer and changes no result.
+
+    Args:
+        module: as for `pipelined`
+        sample: as for `pipelined`
+        studied: what the sample has shown, so that it does not run again
+        **options: as for `pipelined`
+
+    Returns:
+        ``module``
+    """
+    token = _measured.set([] if studied is None else [studied])
+    try:
+        return pipelined(module, sample, **options)
+    finally:
+        _measured.reset(token)
 
 
 def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.device, int]]:
@@ -342,20 +316,7 @@ def _prove(runs: Pipeline, sample: Arguments, target: Any, *, verifies: bool) ->
             "give, each by itself"
         )
     for message in told:
-        warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=4)  # the caller of pipelined
-
-
-@contextmanager
-def _telling() -> Iterator[None]:
-    """Say what takes so long, if a ``with`` block takes more than five seconds."""
-    text = "torchgpipe.pipelined: comparing the pipeline with the plain model on the sample ..."
-    timer = threading.Timer(5.0, lambda: print(text, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=3)  # the caller of pipelined
 
 
 def _devices_of_processes(
