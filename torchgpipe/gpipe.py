@@ -35,7 +35,7 @@ from torchgpipe.gradients.failed_step import all_or_nothing
 from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.data_parallel import verify_layers
-from torchgpipe.model.old_keys import OldKey, by_name, take_old_keys
+from torchgpipe.model.old_keys import take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
 from torchgpipe.model.settings import (
@@ -654,11 +654,12 @@ class GPipe(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load keys of the original as well, ``partitions.<j>.<name>``, whatever the balance at the time of saving."""
         error_msgs: list[str] = args[-1]
-        take_old_keys(state_dict, prefix, self._read_old_keys, error_msgs)
+        take_old_keys(state_dict, prefix, self._old_layers(), error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
-        return by_name(keys, [*self._layers_of(self)])
+    def _old_layers(self) -> list[str] | None:
+        """Return the layers whose names old keys may have."""
+        return [*self._layers_of(self)]
 
 
 def _moving_denied(pipeline: GPipe) -> TypeError:

@@ -19,7 +19,6 @@ from torchgpipe.devices.device import canonical_device
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.gpipe import GPipe
-from torchgpipe.model.old_keys import OldKey
 from torchgpipe.model.partition import Partition, layers_of
 from torchgpipe.model.settings import CheckpointMode
 from torchgpipe.model.shallow_copy import shallow_copy
@@ -240,11 +239,9 @@ class Pipe(GPipe):
             return uncompiled(self.forward, *inputs, **keywords)
         return LocalRRef(super().forward(*inputs, **keywords))
 
-    def _read_old_keys(self, keys: list[OldKey]) -> dict[str, str]:
+    def _old_layers(self) -> list[str] | None:
         """Refuse the removed Pipe's keys, ``partitions.<j>.<k>.<name>``: read as names, they may exchange layers."""
-        if keys:
-            raise ValueError("a Pipe's count the layers of each partition from 0")
-        return {}
+        return None
 
 
 def _devices(module: nn.Sequential) -> list[torch.device]:

@@ -24,7 +24,7 @@ from torchgpipe.devices.device import canonical_device, default_device
 from torchgpipe.devices.typing import Device, Leaf, Leaves
 from torchgpipe.front.pipelined_module import make_pipelined
 from torchgpipe.gradients.clip import not_for_norms
-from torchgpipe.model.old_keys import by_name, take_old_keys
+from torchgpipe.model.old_keys import take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
 from torchgpipe.model.settings import CheckpointMode, fixed, verify_checkpoint, verify_chunks
@@ -340,7 +340,7 @@ class DistributedGPipe(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load keys of the original torchgpipe, too, as :class:`~torchgpipe.GPipe` does."""
         error_msgs: list[str] = args[-1]
-        take_old_keys(state_dict, prefix, lambda keys: by_name(keys, [*self._modules]), error_msgs)
+        take_old_keys(state_dict, prefix, [*self._modules], error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -8,49 +8,40 @@ partition from 0, ``partitions.<j>.<k>``; such keys are the caller's to rename.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["OldKey", "by_name", "take_old_keys"]
-
-
-class OldKey(NamedTuple):
-    """An old key and its parts.
-
-    Attributes:
-        key: the key in the ``state_dict``
-        j: the number of the partition
-        name: the rest of the key, after that number
-    """
-
-    key: str
-    j: int
-    name: str
+__all__ = ["take_old_keys"]
 
 
-def take_old_keys(
-    state_dict: dict[str, Any],
-    prefix: str,
-    read: Callable[[list[OldKey]], Mapping[str, str]],
-    error_msgs: list[str],
-) -> None:
+def take_old_keys(state_dict: dict[str, Any], prefix: str, layers: Sequence[str] | None, error_msgs: list[str]) -> None:
     """Rename the old keys of a pipeline.
 
     Args:
         state_dict: the dict whose keys are renamed in place
         prefix: the prefix of all keys of the pipeline
-        read: a function that returns the new name of each old key, without the prefix, or raises ValueError
+        layers: the names of the layers, in order; None if old keys are those of PyTorch's Pipe
         error_msgs: the list to append to if nothing is renamed; see :meth:`torch.nn.Module.load_state_dict`
     """
-    start = prefix + "partitions."
-    parts = [(key, *key[len(start) :].partition(".")) for key in state_dict if key.startswith(start)]
-    keys = [OldKey(key, int(j), name) for key, j, _, name in parts if j.isdecimal() and name]
+    start, names, firsts = f"{prefix}partitions.", dict[str, str](), dict[str, tuple[str, int]]()
     try:
-        names = read(keys)
-        for old, new in names.items():
-            if prefix + new in state_dict:
-                raise ValueError(f"'{old}' would become '{prefix + new}', which exists as well")
+        for key in state_dict:
+            j, _, name = key[len(start) :].partition(".")
+            if not (key.startswith(start) and j.isdecimal() and name):
+                continue
+            if layers is None:
+                raise ValueError("a Pipe's count the layers of each partition from 0")
+            layer = next((layer for layer in layers if name.startswith(f"{layer}.")), name.partition(".")[0])
+            first, first_j = firsts.setdefault(layer, (key, int(j)))
+            if first_j != int(j):
+                raise ValueError(f"'{first}' and '{key}' would both be of layer '{layer}', in two partitions")
+            if prefix + name in state_dict:
+                raise ValueError(f"'{key}' would become '{prefix + name}', which exists as well")
+            names[key] = prefix + name
+        for (before, i), (after, k) in pairwise([firsts[layer] for layer in layers or () if layer in firsts]):
+            if k < i:
+                raise ValueError(f"'{before}' would be of an earlier layer than '{after}', in a later partition")
     except ValueError as error:
         error_msgs.append(
             f"the keys '{start}...' do not fit: {error}; rename them to those of the plain model. PyTorch's Pipe has "
@@ -58,31 +49,4 @@ def take_old_keys(
         )
         return
     for old, new in names.items():
-        state_dict[prefix + new] = state_dict.pop(old)
-
-
-def by_name(keys: Sequence[OldKey], layers: Sequence[str]) -> dict[str, str]:
-    """Return the new name of each key in a file of the original GPipe.
-
-    Args:
-        keys: the old keys
-        layers: the names of the layers, in order
-
-    Raises:
-        ValueError: a layer would be in two partitions, so that two keys may become one; or the partitions are not in
-            the order of the layers.
-    """
-    firsts: dict[str, OldKey] = {}
-    for old in keys:
-        layer = _layer_of(old, layers)
-        first = firsts.setdefault(layer, old)
-        if first.j != old.j:
-            raise ValueError(f"'{first.key}' and '{old.key}' would both be of layer '{layer}', in two partitions")
-    for before, after in pairwise([firsts[layer] for layer in layers if layer in firsts]):
-        if after.j < before.j:
-            raise ValueError(f"'{before.key}' would be of an earlier layer than '{after.key}', in a later partition")
-    return {old.key: old.name for old in keys}
-
-
-def _layer_of(old: OldKey, layers: Sequence[str]) -> str:
-    return next((layer for layer in layers if old.name.startswith(f"{layer}.")), old.name.partition(".")[0])
+        state_dict[new] = state_dict.pop(old)
