@@ -15,7 +15,7 @@ from torchgpipe.batch.inputs import SplitBatch
 from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.model.comparison import cotangent
-from torchgpipe.model.untouched import Buffers, untouched
+from torchgpipe.model.untouched import note_buffers, untouched
 from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.step_loss import MicroBatchLoss
@@ -149,7 +149,7 @@ class PlainModel:
         outputs: list[Any] = []
         with self.running() as take:
             with unobserved():
-                buffers = Buffers(self._module)
+                buffers = note_buffers(self._module)
             for i in range(len(self.sizes)):
                 begin = time.perf_counter()
                 with self.drawing_as(i):
@@ -161,7 +161,7 @@ class PlainModel:
                 del output, roots
             loss = self.loss.sum() if self.loss is not None and backward else None
             with unobserved():
-                changed = buffers.changed()
+                changed = buffers()
             gradients = take() if backward else None
         return PlainRun(outputs, loss, changed, gradients, self.drew)
 

@@ -29,7 +29,7 @@ from torchgpipe.front.rows import Rows, are_equal, find_divisors
 from torchgpipe.front.variation import vary_sample
 from torchgpipe.model.comparison import Compared, Comparison
 from torchgpipe.model.fingerprint import Fingerprint, combined, dense, fingerprint
-from torchgpipe.model.untouched import Buffers, in_mode, untouched
+from torchgpipe.model.untouched import in_mode, note_buffers, untouched
 from torchgpipe.model.values import each
 from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.whole import Whole
@@ -348,7 +348,7 @@ class SampleProof:
             pipeline.aliased(backward=True, watches=True) as aliases,
             nullcontext() if together is None else together.processes.at_step(),
         ):
-            buffers = Buffers(self._module)
+            buffers = note_buffers(self._module)
             mini_batch = pipeline.mini_batch_for_proof(self._plain.batch, finish, aliases, self.patience)
             kept, undo = self._kept_by_columns(), list[Callable[[], None]]()
             with self._refusing():
@@ -389,7 +389,7 @@ class SampleProof:
                 taken = self._of_all(found)
                 taken |= {name: (0, one) for name, one in take_fingerprints(self._plain.outside.take()).items()}
             # After backward, because a layer that runs again there may change its buffers again.
-            return taken, self._of_all(buffers.changed())
+            return taken, self._of_all(buffers())
 
     def _has_last(self) -> bool:
         """Return whether this process has the last column."""

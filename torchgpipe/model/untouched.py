@@ -23,21 +23,21 @@ from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.torch_internals import can_move_data, storage_key
 from torchgpipe.model.comparison import difference_of
-from torchgpipe.model.values import each
+from torchgpipe.model.values import dotted, each
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.replay.random import restored_generators
 
 __all__ = [
-    "Buffers",
     "attributes",
     "changes_no_number",
     "in_mode",
+    "note_buffers",
     "untouched",
 ]
 
-#: What every module has, apart from what its class puts there; of this, only hooks are put back.
+#: What every module has, apart from what its class puts there; of this, only hooks and buffers are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}
-_HOOKS = [name for name in _OF_EVERY_MODULE if "hooks" in name]
+_PUT_BACK = [name for name in _OF_EVERY_MODULE if "hooks" in name or "buffers" in name]
 
 
 def changes_no_number(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -62,10 +62,12 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
         module: the module
         devices: where it computes, beside the devices of its parameters
     """
-    buffers = Buffers(module)
-    # Each once, as layers may share them.
+    found = [*module.buffers(), *[tensor for *_, tensor in attributes(module)]]
+    # Each once, as layers may share them. What a module of another process keeps is a stand-in.
     values = {
-        tensor: tensor.detach().clone() for _, _, tensor in attributes(module) if not isinstance(tensor, nn.Parameter)
+        tensor: tensor.detach().clone()
+        for tensor in found
+        if not (isinstance(tensor, (nn.Parameter, StandIn)) or tensor.is_meta)
     }
     # A leaf that is no parameter has no alias, so the gradients of a run arrive at the leaf.
     grads = {tensor: tensor.grad for tensor in values if tensor.is_leaf and tensor.requires_grad}
@@ -84,7 +86,6 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
                 leaf.grad = None
             yield
         finally:
-            buffers.restore()
             for tensor, value in values.items():
                 _put_back(tensor, value)
             for leaf, grad in grads.items():
@@ -93,48 +94,30 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
                 put_back()
 
 
-class Buffers:
-    """The buffers of a module, as they are now.
+def note_buffers(module: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    """Return what tells the buffers of a module that have changed since, by name, with copies of their values."""
+    before = [
+        (dotted(prefix, name), child, name, None if buffer is None else buffer.detach().clone())
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is None or not (buffer.is_meta or isinstance(buffer, StandIn))
+    ]
 
-    Args:
-        module: the module
-    """
+    def changed() -> dict[str, Tensor]:
+        now = [(full, child._buffers.get(name), value) for full, child, name, value in before]
+        # By values: a batch norm changes its statistics without a new version.
+        return {
+            full: buffer.detach().clone()
+            for full, buffer, value in now
+            if buffer is not None and (value is None or difference_of(value, buffer)[0] != 0)
+        }
 
-    def __init__(self, module: nn.Module) -> None:
-        self._names = {child: {*child._buffers} for child in module.modules()}
-        self._before = [
-            (module_name, child, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module_name, child in module.named_modules()
-            for name, buffer in child._buffers.items()
-            if buffer is None or not (buffer.is_meta or isinstance(buffer, StandIn))
-        ]
-
-    def changed(self) -> dict[str, Tensor]:
-        """Return the buffers that have changed since, by name, with copies of their present values."""
-        result = {}
-        for module_name, child, name, _, value in self._before:
-            now = child._buffers.get(name)
-            # By values: a batch norm changes its statistics without a new version.
-            if now is not None and (value is None or difference_of(value, now)[0] != 0):
-                result[f"{module_name}.{name}" if module_name else name] = now.detach().clone()
-        return result
-
-    def restore(self) -> None:
-        """Put all buffers and their values back, and remove those that are new."""
-        for child, names in self._names.items():
-            for name in child._buffers.keys() - names:
-                delattr(child, name)
-        for _, child, name, buffer, value in self._before:
-            child._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                _put_back(buffer, value)
+    return changed
 
 
 @torch.no_grad()
 def _put_back(tensor: Tensor, value: Tensor) -> None:
-    # What a module of another process keeps is a stand-in.
-    has_values = not tensor.is_meta and not isinstance(tensor, StandIn)
-    if has_values and tensor.shape == value.shape and difference_of(value, tensor)[0] != 0:
+    if tensor.shape == value.shape and difference_of(value, tensor)[0] != 0:
         tensor.copy_(value)
 
 
@@ -166,10 +149,10 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _restoring(child: nn.Module) -> list[Callable[[], Any]]:
-    """Return what puts a module back: its attributes and its hooks."""
+    """Return what puts a module back: its attributes, hooks and buffers."""
     # A library that installs hooks in the first run notes that in an attribute, so both are put back.
-    hooks = [put_back for name in _HOOKS for put_back in _put_backs(vars(child).get(name), 0)]
-    return [_restoring_state(vars(child)), *hooks]
+    others = [put_back for name in _PUT_BACK for put_back in _put_backs(vars(child).get(name), 0)]
+    return [_restoring_state(vars(child)), *others]
 
 
 def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:
