@@ -17,7 +17,7 @@ from torch import Tensor
 from torchgpipe.batch.given import MicroBatches, to_floats
 from torchgpipe.batch.loss_proof import LossProof
 from torchgpipe.batch.microbatch import Batch, NoChunk, gather, has_an_item_for_each, split_rows
-from torchgpipe.batch.rule import Rule, rule_of, share_of
+from torchgpipe.batch.rule import Rule, Shares, rule_of
 from torchgpipe.devices.device import bring
 from torchgpipe.model.settings import verify_functions
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
@@ -74,7 +74,7 @@ class Losses:
         weighed: what weights are made from, by micro-batch, if that is not the target
 
     Attributes:
-        total: the weight of all targets; set it to that in all replicas
+        shares: the share of each micro-batch, by its target
 
     Raises:
         TypeError: the micro-batches of the input are given, and those of the target are not, or the reverse.
@@ -100,7 +100,7 @@ class Losses:
         self._device, self._to_device = device, to_device or functools.partial(bring, device=device)
         self._whole = whole or (len(sizes) == 1 and window is None) or isinstance(target, NoChunk)
         #: By micro-batch: the shares in the loss, and other values.
-        self._shares: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
         self._values: dict[int, Any] = {}
         #: The micro-batches that the proof looks at, and their outputs.
         self._proof, self._pair = proof, tuple[int, ...]()
@@ -116,18 +116,16 @@ class Losses:
         rule = known or Rule(ignored=getattr(loss_fn, "ignore_index", -100))
         # As the caller has them: the host does not wait for a device to count what is on the host.
         targets = self._parts(each_one, lambda tensor: tensor) if rule.ignored is not None or weight else self._targets
-        self._weights: list[float] | None = None  # for a sum
-        if given is not None:
-            self._weights = given
-        elif weight is not None and loss_fn is not None:
-            self._weights = to_floats([self._call_user(weight, part) for part in weighed or targets])
-        elif reduce == "mean" or (reduce is None and not rule.adds_up):
-            self._weights = (Rule() if self._whole else rule).weights(targets, sizes)
+        weights = given  # None for a sum
+        if given is None and weight is not None and loss_fn is not None:
+            weights = to_floats([self._call_user(weight, part) for part in weighed or targets])
+        elif given is None and (reduce == "mean" or (reduce is None and not rule.adds_up)):
+            weights = (Rule() if self._whole else rule).weights(targets, sizes)
+        self.shares = Shares(weights)
         # Micro-batches of a window that weigh the same are averaged, as in any loop that accumulates.
-        is_average = window is not None and len({*(self._weights or ())}) == 1
+        is_average = window is not None and len({*(weights or ())}) == 1
         if proof is not None and loss_fn is not None and known is None and not is_said and not is_average:
-            self._pair = proof.pair(self._weights or (), sizes)
-        self.total = sum(self._weights or ())
+            self._pair = proof.pair(weights or (), sizes)
 
     def _call_user(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the loss function or the weight; an error that the lack of a target causes says so."""
@@ -180,7 +178,7 @@ class Losses:
             self._outputs[i] = kept
         if not factor:  # The mean over no labels is nan, and so would be its gradient.
             loss = _make_zero_loss([tensor for _, tensor in each(output)])
-        self._shares[i] = loss.detach().reshape(()).to(self._device) * factor
+        self._losses[i] = loss.detach().reshape(()).to(self._device) * factor
         return loss, factor
 
     def finish(self, i: int, output: Batch) -> Tensor:
@@ -198,7 +196,7 @@ class Losses:
         return result[0]
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
-        return share_of(i, self._weights, self.total)
+        return self.shares.of(i)
 
     def _prove(self) -> None:
         """Prove the loss function, if this step has to, after the last micro-batch and before gradients are delivered.
@@ -216,9 +214,9 @@ class Losses:
             result = self._call_user(loss_fn, self._joined(own, part) if len(own) > 1 else own[0], target)
             return result[0] if isinstance(result, tuple) else result
 
-        assert self._loss_fn is not None and self._weights is not None
-        weights, tensors = {i: self._weights[i] for i in outputs}, [tensor for _, tensor in each([*outputs.values()])]
-        self._proof.compare(self._loss_fn, call, weights, self._sizes, tensors)
+        assert self._loss_fn is not None and self.shares.weights is not None
+        weights, tensors = self.shares.weights, [tensor for _, tensor in each([*outputs.values()])]
+        self._proof.compare(self._loss_fn, call, {i: weights[i] for i in outputs}, self._sizes, tensors)
 
     def _joined(self, outputs: list[Any], numbers: list[int]) -> Any:
         """Return the output of some micro-batches together, given those of each and their numbers."""
@@ -226,7 +224,7 @@ class Losses:
 
     def sum(self) -> Tensor:
         """Return the loss, a tensor without dimensions, added up as a loop over the micro-batches would."""
-        return functools.reduce(torch.add, [share for _, share in sorted(self._shares.items())])
+        return functools.reduce(torch.add, [share for _, share in sorted(self._losses.items())])
 
     def result(self) -> Any:
         """Return the loss, and what else the loss function has returned, gathered along dimension 0.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchgpipe.batch.given import to_floats
 
-__all__ = ["Rule", "rule_of", "share_of"]
+__all__ = ["Rule", "Shares", "rule_of"]
 
 #: Their means count labels. All others are means over the rows, each of which has the same number of elements.
 _OF_LABELS = ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
@@ -57,15 +57,23 @@ class Rule(NamedTuple):
         return counts.sum()
 
 
-def share_of(i: int, weights: Sequence[float] | None, total: float) -> float:
-    """Return the factor of micro-batch ``i`` in a number of the mini-batch; 0 for nothing of nothing.
+class Shares:
+    """The factor of each micro-batch in a number of the mini-batch.
 
     Args:
-        i: the number of the micro-batch
         weights: the weight of each micro-batch in the mean; None if numbers are added up
-        total: the sum of all weights
+
+    Attributes:
+        weights: see above
+        total: the sum of all weights; set it to that in all replicas
     """
-    return 1.0 if weights is None else weights[i] / (total or 1.0)
+
+    def __init__(self, weights: Sequence[float] | None) -> None:
+        self.weights, self.total = weights, float(sum(weights or ()))
+
+    def of(self, i: int) -> float:
+        """Return the factor of micro-batch ``i``; 0 for nothing of nothing."""
+        return 1.0 if self.weights is None else self.weights[i] / (self.total or 1.0)
 
 
 def rule_of(loss_fn: Callable[..., Any] | None) -> Rule | None:

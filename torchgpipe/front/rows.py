@@ -19,7 +19,7 @@ from torchgpipe.model.comparison import Comparison, difference_of
 from torchgpipe.model.fingerprint import length, weighted_sum
 from torchgpipe.model.untouched import in_mode
 from torchgpipe.model.values import each
-from torchgpipe.pipeline.numbers import compute_shares, joiner, list_rules
+from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.pipeline.pipeline import Pipeline
 
 __all__ = ["Rows", "are_equal", "find_divisors"]
@@ -90,10 +90,11 @@ class Rows:
 
     def _compare_number(self, path: str, together: Number, apart: Sequence[Number]) -> None:
         """Compare a number of all rows with those of the micro-batches, by the rule that fits."""
-        settings, batch, comparison = self._settings, self._plain.batch, self._comparison
+        settings, comparison = self._settings, self._comparison
         with_loss = self._plain.with_loss
-        rules = [] if with_loss else list_rules(settings, batch, path)
-        tried = [compute_shares(settings, batch, rule) for rule in rules] or [[*self._plain.factors.values()]]
+        numbers, indices = Numbers(settings, self._plain.batch), range(len(self._sizes))
+        rules = [] if with_loss else numbers.rules(path)
+        tried = [[*map(numbers.shares(rule).of, indices)] for rule in rules] or [[*self._plain.factors.values()]]
         values = [number._replace(gradients=None) for number in apart]
         by_value = [k for k, shares in enumerate(tried) if fits(comparison, together, values, shares)]
         fitting = [k for k in by_value if fits(comparison, together, apart, tried[k])]
@@ -116,8 +117,8 @@ class Rows:
     def _compare_outputs(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
         settings, with_loss, loose = self._settings, self._plain.with_loss, self._comparison.loose
         try:
-            whole = joiner(settings, self._plain.batch)
-            joined = dict(each(join(apart, self._sizes, settings.study.kinds[training], whole)))
+            scalar = Numbers(settings, self._plain.batch).join
+            joined = dict(each(join(apart, self._sizes, settings.study.kinds[training], scalar)))
         except (TypeError, ValueError) as error:
             if settings.loss_fn is None and not with_loss:
                 self._comparison.note("outputs", f"{error} ({self._plain.decisions()})")

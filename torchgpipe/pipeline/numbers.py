@@ -17,100 +17,102 @@ on a device the host waits once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from torchgpipe.batch.given import to_floats
 from torchgpipe.batch.inputs import SplitBatch
-from torchgpipe.batch.outputs import JoinScalar, are_equal
-from torchgpipe.batch.rule import Rule, share_of
+from torchgpipe.batch.outputs import are_equal
+from torchgpipe.batch.rule import Rule, Shares
 from torchgpipe.spine.settings import Settings
 
-__all__ = ["compute_shares", "compute_weights", "find_rule", "joiner", "list_rules", "verify_seen"]
+__all__ = ["Numbers"]
 
 _SUM = Rule(adds_up=True)
 
 
-def list_rules(settings: Settings, batch: SplitBatch, path: str) -> list[Rule]:
-    """Return the rules that an output may follow, the likely ones first: one, if the caller or the sample tells it.
+class Numbers:
+    """The numbers that a model returns for a mini-batch.
 
-    Raises:
-        ValueError: ``num_items_in_batch`` is given for some micro-batches, and not for others.
+    Args:
+        settings: the settings of the module
+        batch: the mini-batch
     """
-    study, (_, ignored) = settings.study, settings.study.labels
-    if settings.reduce == "sum":
-        return [_SUM]
-    if _are_weighed(settings):
-        return [Rule()]
-    says = [named.get("num_items_in_batch") is not None for named in batch.named]
-    if any(says) and not all(says):
-        raise ValueError(
-            "num_items_in_batch is in some of the MicroBatches only, so some losses would be shares of the mini-batch, "
-            "and others means; give it in all of them or in none"
-        )
-    # If the sample had no such number, the losses that transformers names divide by what they are given.
-    if batch.carried is not None or (any(says) and study.divides.get(path, study.predicts_next)):
-        return [_SUM]
-    if path in study.rules:
-        return [study.rules[path]]
-    shifts = study.predicts_next
-    means = [Rule(ignored=ignored, shifts=shifts), Rule(ignored=ignored, shifts=not shifts), Rule()]
-    return means if settings.reduce == "mean" else [*means, _SUM]
 
+    def __init__(self, settings: Settings, batch: SplitBatch) -> None:
+        self._settings, self._batch = settings, batch
+        #: Whether the caller weighs the numbers that the model returns.
+        self._are_weighed = settings.weight is not None and settings.loss_fn is None
+        self._known: dict[Rule, Shares] = {}
 
-def find_rule(settings: Settings, batch: SplitBatch, path: str) -> Rule:
-    """Return the rule of an output: the one that the sample has shown, or else the usual one."""
-    return list_rules(settings, batch, path)[0]
+    def rules(self, path: str) -> list[Rule]:
+        """Return the rules that a number may follow, the likely ones first: one, if the caller or the sample tells it.
 
+        Raises:
+            ValueError: ``num_items_in_batch`` is given for some micro-batches, and not for others.
+        """
+        study, (_, ignored) = self._settings.study, self._settings.study.labels
+        if self._settings.reduce == "sum":
+            return [_SUM]
+        if self._are_weighed:
+            return [Rule()]
+        says = [named.get("num_items_in_batch") is not None for named in self._batch.named]
+        if any(says) and not all(says):
+            raise ValueError(
+                "num_items_in_batch is in some of the MicroBatches only, so some losses would be shares of the "
+                "mini-batch, and others means; give it in all of them or in none"
+            )
+        # If the sample had no such number, the losses that transformers names divide by what they are given.
+        if self._batch.carried is not None or (any(says) and study.divides.get(path, study.predicts_next)):
+            return [_SUM]
+        if path in study.rules:
+            return [study.rules[path]]
+        shifts = study.predicts_next
+        means = [Rule(ignored=ignored, shifts=shifts), Rule(ignored=ignored, shifts=not shifts), Rule()]
+        return means if self._settings.reduce == "mean" else [*means, _SUM]
 
-def _are_weighed(settings: Settings) -> bool:
-    """Return whether the caller weighs the numbers that the model returns."""
-    return settings.weight is not None and settings.loss_fn is None
+    def shares(self, rule: Rule) -> Shares:
+        """Return the share of each micro-batch in a number that follows a rule."""
+        if rule not in self._known:
+            self._known[rule] = Shares(self._weights(rule))
+        return self._known[rule]
 
+    def _weights(self, rule: Rule) -> list[float] | None:
+        batch = self._batch
+        if batch.weights is not None:
+            return batch.weights
+        if rule.adds_up:
+            return None
+        if self._settings.weight is not None and self._are_weighed:
+            return to_floats([self._settings.weight(part) for part in batch.named])
+        name, _ = self._settings.study.labels
+        return rule.weights([batch.splitter.tensors(part).get(name) for part in batch.parts], batch.sizes)
 
-def verify_seen(settings: Settings, batch: SplitBatch, path: str) -> None:
-    """Check that the sample has shown how a number is made.
+    def count(self) -> None:
+        """Count what micro-batches weigh, before anything is launched."""
+        # The caller's own weights may want labels that are not there, and are asked for a number only.
+        for path in () if self._are_weighed else ("", *self._settings.study.rules):
+            self.shares(self.rules(path)[0])
 
-    Raises:
-        ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
-    """
-    is_told = settings.reduce == "sum" or _are_weighed(settings) or batch.weights is not None
-    if batch.new_numbers and len(batch.sizes) > 1 and not is_told:
-        more = "" if batch.window is None else ", or give MicroBatches weights"
-        raise ValueError(
-            f"how the output '{path}' of micro-batches is joined may depend on {batch.new_numbers}, which the sample "
-            "did not give; give pipelined a sample with it, or reduce='sum', if micro-batches are to be added up" + more
-        )
+    def verify_seen(self, path: str) -> None:
+        """Check that the sample has shown how a number is made.
 
+        Raises:
+            ValueError: a mini-batch gives a number that the sample did not give, such as what a loss is divided by.
+        """
+        batch = self._batch
+        is_told = self._settings.reduce == "sum" or self._are_weighed or batch.weights is not None
+        if batch.new_numbers and len(batch.sizes) > 1 and not is_told:
+            more = "" if batch.window is None else ", or give MicroBatches weights"
+            raise ValueError(
+                f"how the output '{path}' of micro-batches is joined may depend on {batch.new_numbers}, which the "
+                "sample did not give; give pipelined a sample with it, or reduce='sum', if micro-batches are to be "
+                "added up" + more
+            )
 
-def compute_shares(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float]:
-    """Return the factor of each micro-batch in a number of the mini-batch."""
-    weights = compute_weights(settings, batch, rule)
-    return [share_of(i, weights, sum(weights or ())) for i in range(len(batch.sizes))]
-
-
-def compute_weights(settings: Settings, batch: SplitBatch, rule: Rule) -> list[float] | None:
-    """Return the weight of each micro-batch in the mean of a number; None if such numbers are added up."""
-    if batch.weights is not None:
-        return batch.weights
-    if rule.adds_up:
-        return None
-    if settings.weight is not None and settings.loss_fn is None:
-        return to_floats([settings.weight(part) for part in batch.named])
-    name, _ = settings.study.labels
-    return rule.weights([batch.splitter.tensors(part).get(name) for part in batch.parts], batch.sizes)
-
-
-def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
-    """Return what joins tensors without dimensions; called before anything is launched."""
-    shares = cache(partial(compute_shares, settings, batch))
-    # The caller's own weights may want labels that are not there, and are asked for a number only.
-    for path in () if _are_weighed(settings) else ("", *settings.study.rules):
-        shares(find_rule(settings, batch, path))
-
-    def joined(path: str, values: Sequence[Tensor]) -> Tensor:
+    def join(self, path: str, values: Sequence[Tensor]) -> Tensor:
+        """Join tensors without dimensions; see `JoinScalar`."""
         if not values[0].is_floating_point() and not values[0].is_complex():
             if are_equal(values):
                 return values[0]
@@ -118,10 +120,8 @@ def joiner(settings: Settings, batch: SplitBatch) -> JoinScalar:
                 f"the output '{path}' is a whole number that differs between micro-batches, and cannot be joined; use "
                 "model.step, whose loss_fn gets the output of each micro-batch"
             )
-        verify_seen(settings, batch, path)
+        self.verify_seen(path)
         # A mean over no labels is nan.
-        factors = shares(find_rule(settings, batch, path))
-        parts = [value * factor for value, factor in zip(values, factors) if factor]
+        shares = self.shares(self.rules(path)[0])
+        parts = [value * shares.of(i) for i, value in enumerate(values) if shares.of(i)]
         return torch.stack(parts).sum() if parts else values[0]
-
-    return joined

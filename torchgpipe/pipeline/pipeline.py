@@ -35,7 +35,7 @@ from torchgpipe.model.verify import verify_compiled
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import on_demand
-from torchgpipe.pipeline.numbers import joiner
+from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.pipeline.outer import Exported
 from torchgpipe.pipeline.step_loss import MicroBatchLoss
 from torchgpipe.pipeline.together import Together
@@ -131,7 +131,9 @@ class Pipeline:
                 "over replicas, train by model.step(...), whose loss and gradients are those of all replicas; what the "
                 "caller makes of the outputs is that of one"
             )
-        numbers = joiner(settings, batch) if batch.window is None and len(batch.sizes) > 1 else None
+        joins, numbers = batch.window is None and len(batch.sizes) > 1, Numbers(settings, batch)
+        if joins:
+            numbers.count()
         exported = Exported(len(batch.sizes))
         actions = self._in_two_halves(len(batch.sizes))
         # The study does not see every way that tensors leave a model, such as a list of the caller's.
@@ -146,9 +148,9 @@ class Pipeline:
             exported.fill(self.together.end(mini_batch, values)[self.together.processes.last])
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
-        if numbers is None:
+        if not joins:
             return outputs if batch.window is not None else outputs[0]
-        return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers)
+        return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers.join)
 
     def step(
         self,

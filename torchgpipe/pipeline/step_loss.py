@@ -12,8 +12,8 @@ from torchgpipe.batch.inputs import SplitBatch
 from torchgpipe.batch.loss import NO_LOSS_FUNCTION, Losses
 from torchgpipe.batch.loss_proof import LossProof
 from torchgpipe.batch.outputs import join, own_loss
-from torchgpipe.batch.rule import share_of
-from torchgpipe.pipeline.numbers import compute_weights, find_rule, verify_seen
+from torchgpipe.batch.rule import Shares
+from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.processes.processes import Processes
 from torchgpipe.spine.settings import Settings
 
@@ -58,21 +58,19 @@ class MicroBatchLoss(Losses):
             proof=proof,
             weighed=None if given else batch.named,
         )
-        self._settings, self._batch = settings, batch
+        self._batch, self._numbers = batch, Numbers(settings, batch)
         self._kinds = settings.study.kinds[training]
-        #: The model's own loss, where a step may meet it: its path, and what micro-batches weigh; None to add them up.
-        self._path = ""
-        self._own = self._weights
+        #: The model's own loss, where a step may meet it: its path, and the share of each micro-batch.
+        self._path, self._own = "", self.shares
         if settings.loss_fn is None or (not given and settings.weight is None):
             self._path = settings.study.path_of_loss
-            self._own = compute_weights(settings, batch, find_rule(settings, batch, self._path))
-        self._own_total = sum(self._own or ())
+            self._own = self._numbers.shares(self._numbers.rules(self._path)[0])
 
     def add_replicas(self, processes: Processes) -> None:
         """Let the loss be that of all replicas."""
-        totals = torch.tensor([self.total, self._own_total], dtype=torch.float64)
+        totals = torch.tensor([self.shares.total, self._own.total], dtype=torch.float64)
         processes.add_replicas(totals, "the weight of the targets of the replicas")
-        self.total, self._own_total = totals.tolist()
+        self.shares.total, self._own.total = totals.tolist()
 
     def _loss_of(self, i: int, output: Any) -> Any:
         if self._loss_fn is not None:
@@ -93,15 +91,15 @@ class MicroBatchLoss(Losses):
 
     def _factor(self, i: int, output: Any, loss: Tensor) -> float:
         if self._path and loss is own_loss(output):
-            verify_seen(self._settings, self._batch, self._path)
+            self._numbers.verify_seen(self._path)
             self._pair = ()  # The sample has shown what it is.
-            return share_of(i, self._own, self._own_total)
+            return self._own.of(i)
         return super()._factor(i, output, loss)
 
     def _joined(self, outputs: list[Any], numbers: list[int]) -> Any:
         def scalar(path: str, values: Sequence[Tensor]) -> Tensor:
-            weights = self._own if path == self._path else self._weights
-            shares = [share_of(i, weights, sum([weights[k] for k in numbers]) if weights else 0.0) for i in numbers]
-            return torch.stack([value * share for value, share in zip(values, shares)]).sum()
+            weights = (self._own if path == self._path else self.shares).weights
+            shares = Shares(None if weights is None else [weights[i] for i in numbers])
+            return torch.stack([value * shares.of(k) for k, value in enumerate(values)]).sum()
 
         return join(outputs, [self._sizes[i] for i in numbers], self._kinds, scalar)
