@@ -22,7 +22,7 @@ from torchgpipe.model.values import each
 from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.pipeline.pipeline import Pipeline
 
-__all__ = ["Rows", "are_equal", "find_divisors"]
+__all__ = ["Rows", "have_equal_tensors"]
 
 
 class Rows:
@@ -58,7 +58,7 @@ class Rows:
                 apart = [part[path] for _, part in parts if path in part]
                 if path:
                     self._compare_number(path, number, apart)
-                elif not fits(comparison, number, apart, [1.0] * len(apart)):
+                elif not self._fits(number, apart, [1.0] * len(apart)):
                     name = _differing_most(number, apart, [1.0] * len(apart))
                     comparison.note("gradients, rows together and apart", _OF_ROWS.format(name))
             if not comparison.is_equal:
@@ -69,6 +69,28 @@ class Rows:
         parts = [self._plain.numbers_of(i)[1] for i in range(len(self._sizes))]
         for path, number in self._numbers_of_all()[1].items():
             self._compare_number(path, number, [part[path] for part in parts if path in part])
+
+    def find_divisors(self) -> None:
+        """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
+        study, (args, kwargs) = self._settings.study, self._plain.batch.parts[0]
+        window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)])
+        other = self._plain.of(study.splitter.micro_batches(Arguments((window,), {}), 2))
+        with torch.no_grad(), in_mode(self._module, False), suppress(Exception):  # It may not take this argument.
+            inspect.signature(self._module._torchgpipe_forward).bind_partial(num_items_in_batch=7)
+            (_, of_seven), (_, of_fourteen) = other.numbers_of(0), other.numbers_of(1)
+            for path, number in of_seven.items():
+                study.divides[path] = self._fits(number, [of_fourteen[path]], [2.0])
+
+    def _fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
+        """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
+        # A mean over no labels is nan.
+        counted = [(number, share) for number, share in zip(apart, shares) if share]
+        parts = [float(number.value) * share for number, share in counted]
+        whole, loose = float(together.value), self._comparison.loose
+        if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):
+            return False
+        gaps = _gaps(together, [number for number, _ in counted], [share for _, share in counted]).values()
+        return math.sqrt(sum([gap for gap, _ in gaps])) <= loose * math.sqrt(sum([size for _, size in gaps]))
 
     def _numbers_of_all(self) -> tuple[Any, dict[str, Number]]:
         try:
@@ -84,7 +106,7 @@ class Rows:
             for _ in range(2):
                 with plain.drawing_as(0):
                     outputs.append(plain.without_graph(plain.run(0)))
-        if not are_equal(*outputs):
+        if not have_equal_tensors(*outputs):
             fault = _CHANGES.format("training" if training else "evaluation")
             comparison.rows = [row._replace(fault=fault) if row.fault else row for row in comparison.rows]
 
@@ -96,8 +118,8 @@ class Rows:
         rules = [] if with_loss else numbers.rules(path)
         tried = [[*map(numbers.shares(rule).of, indices)] for rule in rules] or [[*self._plain.factors.values()]]
         values = [number._replace(gradients=None) for number in apart]
-        by_value = [k for k, shares in enumerate(tried) if fits(comparison, together, values, shares)]
-        fitting = [k for k in by_value if fits(comparison, together, apart, tried[k])]
+        by_value = [k for k, shares in enumerate(tried) if self._fits(together, values, shares)]
+        fitting = [k for k in by_value if self._fits(together, apart, tried[k])]
         k = [*fitting, *by_value, 0][0]
         may_differ = path in settings.may_differ
         if len(rules) > 1 and (fitting or (by_value and may_differ)):
@@ -153,9 +175,9 @@ class Rows:
         whole, parts = _show_number(together.value), " and ".join([_show_number(part.value) for part in apart])
         said = f"the output '{path}' of {sum(sizes)} rows is {whole}, and that of the rows apart {parts}, joined "
         said += _show_number(joined)
-        if fits(self._comparison, together, apart, [1.0] * len(apart)):
+        if self._fits(together, apart, [1.0] * len(apart)):
             return f"{said}; it is a sum: give reduce='sum'"
-        if fits(self._comparison, together, apart, [size / sum(sizes) for size in sizes]):
+        if self._fits(together, apart, [size / sum(sizes) for size in sizes]):
             return f"{said}; it is a mean over rows: leave out reduce, or give weight=lambda arguments: rows"
         return (
             f"{said}; if it is a weighted mean, as over tokens or classes, give weight=, which returns that of a "
@@ -185,33 +207,6 @@ _OF_ROWS = (
 )
 
 
-def find_divisors(pipeline: Pipeline, plain: PlainModel, comparison: Comparison) -> None:
-    """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
-    module: Any = pipeline.module
-    study, (args, kwargs) = pipeline.settings.study, plain.batch.parts[0]
-    window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)])
-    batch = study.splitter.micro_batches(Arguments((window,), {}), 2)
-    with torch.no_grad(), in_mode(module, False), suppress(Exception):  # It may not take this argument.
-        inspect.signature(module._torchgpipe_forward).bind_partial(num_items_in_batch=7)
-        other = plain.of(batch)
-        (_, of_seven), (_, of_fourteen) = other.numbers_of(0), other.numbers_of(1)
-        for path, number in of_seven.items():
-            study.divides[path] = fits(comparison, number, [of_fourteen[path]], [2.0])
-
-
-def fits(comparison: Comparison, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
-    """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
-    # A mean over no labels is nan.
-    counted = [(number, share) for number, share in zip(apart, shares) if share]
-    apart, shares = [number for number, _ in counted], [share for _, share in counted]
-    parts = [float(number.value) * share for number, share in counted]
-    whole, loose = float(together.value), comparison.loose
-    if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):
-        return False
-    gaps = _gaps(together, apart, shares).values()
-    return math.sqrt(sum([gap for gap, _ in gaps])) <= loose * math.sqrt(sum([size for _, size in gaps]))
-
-
 def _gaps(together: Number, apart: Sequence[Number], shares: Sequence[float]) -> dict[str, tuple[float, float]]:
     """Return the squares of the difference and of the size of each gradient; nothing if a number has none."""
     if any([number.gradients is None for number in (together, *apart)]):
@@ -235,7 +230,7 @@ def _differing_most(together: Number, apart: Sequence[Number], shares: Sequence[
     return max(gaps, key=lambda name: gaps[name][0], default="a parameter")
 
 
-def are_equal(a: Any, b: Any) -> bool:
+def have_equal_tensors(a: Any, b: Any) -> bool:
     """Return whether two outputs have the same tensors."""
     left, right = dict(each(a)), dict(each(b))
     return left.keys() == right.keys() and all([difference_of(left[path], right[path])[0] == 0 for path in left])

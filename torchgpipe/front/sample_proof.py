@@ -25,7 +25,7 @@ from torchgpipe.cell.cell import Export
 from torchgpipe.devices.memory import ran_out_of_memory
 from torchgpipe.devices.torch_internals import BatchNormBase, is_of_compiler
 from torchgpipe.front.plain import PlainModel, PlainRun, quote
-from torchgpipe.front.rows import Rows, are_equal, find_divisors
+from torchgpipe.front.rows import Rows, have_equal_tensors
 from torchgpipe.front.variation import vary_sample
 from torchgpipe.model.comparison import Compared, Comparison
 from torchgpipe.model.fingerprint import Fingerprint, combined, dense, fingerprint
@@ -71,7 +71,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     """Prove a pipelined model on its sample: compare it with the plain model on a mini-batch made of the sample.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all. The sample is varied as far as
-    the model takes that. Micro-batches that the caller gives are taken as they are.
+    the model takes that, if all is compared. Micro-batches that the caller gives are taken as they are.
 
     Args:
         pipeline: what runs the pipelined model
@@ -85,7 +85,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     if window_of(sample) is None and splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        variations = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
+        variations = vary_sample(splitter, sample, settings.study.labels) if verifies else [[sample]]
     settings.study.rules.clear()
     batches = [[splitter.micro_batches(one, count) for one in alike] for alike in variations]
     return _prove(pipeline, batches, target, verifies=verifies)
@@ -113,14 +113,14 @@ def _prove(
         for k, proof in enumerate(proofs):
             if k:
                 pipeline.settings.study.rules.clear()
+            if not verifies:
+                proof.find_rules()
+                break
             try:
-                if verifies:
-                    proof.run()
-                    for other in proofs[k + 1 : len(variations[0])]:  # Few labels count, so a rule may fit by chance.
-                        proof.confirm_rules(other)
-                    break
-                if proof.find_rules():
-                    break
+                proof.run()
+                for other in proofs[k + 1 : len(variations[0])]:  # Few labels count, so a rule may fit by chance.
+                    proof.confirm_rules(other)
+                break
             except _PlainFails as failure:
                 if k + 1 == len(proofs):
                     raise failure.error from failure.__cause__
@@ -225,7 +225,7 @@ class SampleProof:
                     raise _PlainFails(self._plain.explain_failure(error)) from error
                 self.comparison.skip(f"training, in which the plain model fails on the sample ({quote(error)})")
         if not self._plain.with_loss:
-            find_divisors(self._pipeline, self._plain, self.comparison)
+            self._rows.find_divisors()
         return training, run
 
     def _evaluated(self, apart: PlainRun, couples: bool) -> list[Any] | None:
@@ -239,7 +239,7 @@ class SampleProof:
             self.comparison.skip(f"evaluation, in which the plain model fails on the sample ({quote(error)})")
             return None
         self._refuse_nan(run.outputs)
-        if self._has_rows and (couples or not all(map(are_equal, run.outputs, apart.outputs))):
+        if self._has_rows and (couples or not all(map(have_equal_tensors, run.outputs, apart.outputs))):
             self._rows.compare(False)
         return run.outputs
 
@@ -273,21 +273,15 @@ class SampleProof:
 
     # ----------------------------------------------------------------------------------------------- rules of numbers
 
-    def find_rules(self) -> bool:
-        """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
-
-        Returns:
-            whether the model takes the mini-batch
-        """
+    def find_rules(self) -> None:
+        """Find out how numbers of micro-batches are joined, by their values, and compare nothing."""
         module = self._module
         if self._has_rows or self._plain.batch.given:
             with torch.inference_mode(False), torch.no_grad(), without_compiler(module), suppress(Exception):
-                find_divisors(self._pipeline, self._plain, self.comparison)
+                self._rows.find_divisors()
                 if self._has_rows:
                     with in_mode(module, False):
                         self._rows.compare_numbers()
-                return True
-        return False
 
     def confirm_rules(self, other: SampleProof) -> None:
         """Compare the values of the numbers of another mini-batch by the rules that are known."""
