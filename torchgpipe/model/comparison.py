@@ -83,9 +83,9 @@ class Comparison:
             fault: what to say if they differ
             tolerance: how much they may differ, relative to the largest number of the two
         """
-        difference, *sizes = _measured(plain, ours)
-        is_equal = difference <= tolerance * max(size.largest for size in sizes)
-        self.rows.append(Compared(name, sizes[0].norm, sizes[1].norm, difference, "" if is_equal else fault))
+        difference, largest, norm, other_norm = _measured(plain, ours)
+        fault = "" if difference <= tolerance * largest else fault
+        self.rows.append(Compared(name, norm, other_norm, difference, fault))
 
     def add_named(
         self, what: str, plain: Mapping[str, Tensor], ours: Mapping[str, Tensor], fault: str, tolerance: float
@@ -173,8 +173,7 @@ def difference_of(plain: Tensor | None, ours: Tensor | None) -> tuple[float, flo
 
     None stands for zeros. Tensors of different shapes differ infinitely, and so does nan from a number.
     """
-    difference, *sizes = _measured(plain, ours)
-    return difference, max(size.largest for size in sizes)
+    return _measured(plain, ours)[:2]
 
 
 def cotangent(path: str, tensor: Tensor) -> Tensor:
@@ -191,40 +190,32 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     return torch.split(flat, size) if flat.numel() else ()
 
 
-class _Size(NamedTuple):
-    """The largest absolute finite number of a tensor, and its norm."""
-
-    largest: float
-    norm: float
-
-
-def _size_of(tensor: Tensor | None) -> _Size:
-    """Return the size of a tensor; the norm of None is nan."""
+def _size_of(tensor: Tensor | None) -> tuple[float, float]:
+    """Return the largest absolute finite number of a tensor, and its norm, which is nan for None."""
     if tensor is None:
-        return _Size(0.0, math.nan)
+        return 0.0, math.nan
     largest, squares = 0.0, 0.0
-    for block in map(_wide, _blocks(dense(tensor))):
+    for block in map(_wide, _blocks(tensor)):
         size, norm = (float(torch.linalg.vector_norm(block, p)) for p in (math.inf, 2))
         if not math.isfinite(size):
             size = float(torch.where(torch.isfinite(block), block, 0.0).abs().max())
         largest, squares = max(largest, size), squares + norm * norm
-    return _Size(largest, math.sqrt(squares))
+    return largest, math.sqrt(squares)
 
 
-def _measured(plain: Tensor | None, ours: Tensor | None) -> tuple[float, _Size, _Size]:
-    """Return the largest difference of two tensors, and their sizes."""
-    if plain is not None and ours is not None:
-        plain, ours = dense(plain), dense(ours).to(plain.device)
-        if plain.shape == ours.shape and plain.dtype == ours.dtype:
-            size = _size_of(plain)
-            if torch.equal(plain, ours):
-                return 0.0, size, size
-            gaps = [_gap(a, b) for a, b in zip(_blocks(plain), _blocks(ours))]
-            return max(gaps, default=0.0), size, _size_of(ours)
-        return math.inf, _size_of(plain), _size_of(ours)
-    sizes = _size_of(plain), _size_of(ours)
-    finite = [size.norm for size, tensor in zip(sizes, (plain, ours)) if tensor is not None]
-    return max(0.0, *[size.largest for size in sizes]) if all(map(math.isfinite, finite)) else math.inf, *sizes
+def _measured(plain: Tensor | None, ours: Tensor | None) -> tuple[float, float, float, float]:
+    """Return the largest difference of two tensors, the largest finite number in them, and their norms."""
+    a, b = (None if one is None else dense(one) for one in (plain, ours))
+    (largest, norm), (other_largest, other_norm) = _size_of(a), _size_of(b)
+    largest = max(largest, other_largest)
+    if a is None or b is None:
+        is_finite = all([one is None or math.isfinite(size) for one, size in ((a, norm), (b, other_norm))])
+        difference = largest if is_finite else math.inf
+    elif a.shape != b.shape or a.dtype != b.dtype:
+        difference = math.inf
+    else:
+        difference = max([_gap(x, y) for x, y in zip(_blocks(a), _blocks(b.to(a.device)))], default=0.0)
+    return difference, largest, norm, other_norm
 
 
 def _wide(block: Tensor) -> Tensor:
@@ -235,11 +226,13 @@ def _wide(block: Tensor) -> Tensor:
 
 def _gap(a: Tensor, b: Tensor) -> float:
     """Return the largest difference of two blocks."""
+    if torch.equal(a, b):
+        return 0.0
     x, y = _wide(a), _wide(b)
     gap = float(torch.linalg.vector_norm(x - y, math.inf))
     if math.isfinite(gap):
         # float64 rounds large integers.
-        return gap if gap or a.is_floating_point() or a.is_complex() else float(not torch.equal(a, b))
+        return gap if gap or a.is_floating_point() or a.is_complex() else 1.0
     unequal = ~((x == y) | (torch.isnan(x) & torch.isnan(y)))
     gap = float((x - y)[unequal].abs().max()) if unequal.any() else 0.0
     return math.inf if math.isnan(gap) else gap

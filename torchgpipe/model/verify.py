@@ -80,34 +80,19 @@ def verify_balance(balance: Iterable[int] | None, layers: int) -> list[int]:
         TypeError: ``balance`` is not an iterable of integers.
         ValueError: ``balance`` is missing, does not add up to ``layers``, or has an empty partition.
     """
-    if balance is None:
-        raise ValueError(_recommend_balancing(f"balance is required (module: {layers} layers)", layers))
+    error: type[Exception] = ValueError
+    counts, fault = list[int](), f"balance is required (module: {layers} layers)" if balance is None else ""
     try:
-        counts = [verify_number("balance", count) for count in balance]
+        counts = [verify_number("balance", count) for count in (() if balance is None else balance)]
     except TypeError:
-        raise TypeError(
-            _recommend_balancing(
-                f"balance takes a list of integers, the number of layers in each partition, but got {balance!r} "
-                f"(module: {layers} layers)",
-                layers,
-            )
-        ) from None
-    if any(count <= 0 for count in counts):
-        raise ValueError(
-            _recommend_balancing(
-                f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})",
-                layers,
-                len(counts),
-            )
-        )
-    if sum(counts) != layers:
-        raise ValueError(
-            _recommend_balancing(
-                f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})",
-                layers,
-                len(counts),
-            )
-        )
+        error, fault = TypeError, "balance takes a list of integers, the number of layers in each partition, but got "
+        fault += f"{balance!r} (module: {layers} layers)"
+    if any([count <= 0 for count in counts]):
+        fault = f"all balance numbers must be positive integers (balance: {counts}, layers: {layers})"
+    elif not fault and sum(counts) != layers:
+        fault = f"module and sum of balance have different length (module: {layers}, sum of balance: {sum(counts)})"
+    if fault:
+        raise error(_recommend_balancing(fault, layers, len(counts)))
     return counts
 
 
