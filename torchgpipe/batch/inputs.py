@@ -102,28 +102,6 @@ class Reading(NamedTuple):
     items_are_rows: bool
 
 
-class _Part(NamedTuple):
-    """A tensor or a list in the sample.
-
-    Attributes:
-        path: its path
-        length: its rows or items
-        is_tensor: whether it is a tensor
-        of_tensors: whether it is a list of tensors, and None
-    """
-
-    path: str
-    length: int
-    is_tensor: bool
-    of_tensors: bool
-
-    @staticmethod
-    def of(path: str, value: Any) -> _Part:
-        is_tensor = isinstance(value, Tensor)
-        of_tensors = not is_tensor and all([isinstance(item, Tensor) or item is None for item in value])
-        return _Part(path, _length(value), is_tensor, of_tensors)
-
-
 class Splitter:
     """Splits arguments by name.
 
@@ -177,19 +155,21 @@ class Splitter:
         self.given: set[str] = set()
         self.see(sample)
         # No tensors, or every copy and pickle of the model would have the sample.
-        self._parts = [_Part.of(path, value) for path, value in parts]
+        self._lengths = {path: _length(value) for path, value in parts}
+        #: For each list, whether it is one of tensors, and None.
+        self._lists = {path: all([isinstance(item, Tensor) or item is None for item in value]) for path, value in lists}
         self.read(self.readings[0] if self.readings else Reading("", 0, False))
 
     def read(self, reading: Reading) -> None:
         """Read the sample in this way: decide what is split."""
         self.batch, self.rows, items_are_rows = reading
         #: For each path in the sample, whether it is split.
-        self._split = {part.path: part.length == self.rows > 0 for part in self._parts}
-        for part in self._parts:
-            if not part.is_tensor and self._split[part.path]:
-                inner = [name for name in self._split if name.startswith(f"{part.path}[")]
-                if inner and part.of_tensors and all([self._split[name] for name in inner]) and not items_are_rows:
-                    self._split[part.path] = False  # Each item has all rows.
+        self._split = {path: length == self.rows > 0 for path, length in self._lengths.items()}
+        for path, of_tensors in self._lists.items():
+            if self._split[path]:
+                inner = [name for name in self._split if name.startswith(f"{path}[")]
+                if inner and of_tensors and all([self._split[name] for name in inner]) and not items_are_rows:
+                    self._split[path] = False  # Each item has all rows.
                 else:
                     self._split.update(dict.fromkeys(inner, False))
 
@@ -279,10 +259,11 @@ class Splitter:
 
     def decisions(self) -> str:
         """Say what is split and how, for errors."""
-        items = [part.path for part in self._parts if not part.is_tensor and self._split[part.path]]
-        tensors = [part.path for part in self._parts if part.is_tensor and self._split[part.path]]
-        tensors = [path for path in tensors if not path.startswith(tuple([f"{item}[" for item in items]))]
-        whole = [part.path for part in self._parts if part.is_tensor and not self._split[part.path]]
+        items = [path for path in self._lists if self._split[path]]
+        named = {path: is_split for path, is_split in self._split.items() if path not in self._lists}
+        within = tuple([f"{item}[" for item in items])
+        tensors = [path for path, is_split in named.items() if is_split and not path.startswith(within)]
+        whole = [path for path, is_split in named.items() if not is_split]
         said = [f"split along dimension 0: {tensors}"] if tensors else []
         said += [f"lists with an item for each row: {items}"] if items else []
         said += [f"passed whole: {sorted({*whole, *self._whole})}"] if whole or self._whole else []
