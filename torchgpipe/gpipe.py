@@ -438,9 +438,9 @@ class GPipe(nn.Module):
 
         The layers run one by one, micro-batch by micro-batch. The table compares the output, changed buffers and the
         gradients of all parameters; the loss of a step, with its buffers and gradients; and without a pipeline, the
-        output and the loss of all rows together with those of the micro-batches, unless there are batch norms or
-        buffers that change. All of this is done in training and in evaluation. If layers draw random numbers in
-        training, nothing is compared there, and the table says so.
+        output and the loss of all rows together with those of the micro-batches, with their gradients, unless there
+        are batch norms or buffers that change. All of this is done in training and in evaluation. If layers draw random
+        numbers in training, nothing is compared there, and the table says so.
 
         Args:
             *inputs: as for the model
@@ -452,6 +452,7 @@ class GPipe(nn.Module):
 
         Raises:
             RuntimeError: weights are in host memory, or the pipeline has been unwrapped.
+            ValueError: the output has nan without a pipeline, which shows nothing.
             Exception: what a layer raises without a pipeline.
         """
         self._refuse_unwrapped()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -54,3 +56,26 @@ def test_a_layer_that_couples_rows(pipe: Pipe) -> None:
     table = model.verify(torch.randn(4, 4))
     assert "a layer couples the rows" in table.faults[0]
     assert str(table).endswith(table.faults[0])
+
+
+class _Penalty(torch.autograd.Function):
+    """Adds a gradient of its own on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad + torch.ones_like(grad) / len(grad)
+
+
+def test_a_gradient_that_does_not_follow_that_of_the_output(pipe: Pipe) -> None:
+    model = pipe(nn.Sequential(nn.Linear(4, 4), Apply(_Penalty.apply)), [1, 1], chunks=2)
+    assert "adds a gradient that does not follow" in model.verify(torch.randn(4, 4)).faults[0]
+
+
+def test_nan_shows_nothing(pipe: Pipe) -> None:
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2)
+    with pytest.raises(ValueError, match="the output 'value' has nan in the plain model"):
+        model.verify(torch.full((4, 4), torch.nan))

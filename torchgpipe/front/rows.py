@@ -21,6 +21,7 @@ from torchgpipe.model.untouched import in_mode
 from torchgpipe.model.values import each
 from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.pipeline.pipeline import Pipeline
+from torchgpipe.proof.proof import OF_ROWS
 
 __all__ = ["Rows", "have_equal_tensors"]
 
@@ -60,7 +61,7 @@ class Rows:
                     self._compare_number(path, number, apart)
                 elif not self._fits(number, apart, [1.0] * len(apart)):
                     name = _differing_most(number, apart, [1.0] * len(apart))
-                    comparison.note("gradients, rows together and apart", _OF_ROWS.format(name))
+                    comparison.note("gradients, rows together and apart", OF_ROWS.format(name))
             if not comparison.is_equal:
                 self._explain_change(training)
 
@@ -199,11 +200,6 @@ _CHANGES = (
     "the model changes from call to call, in {}: the same rows give other outputs the second time, without a pipeline "
     "either, so micro-batches cannot give what all rows give; switch off what it observes or counts, as by "
     "model.apply(torch.ao.quantization.disable_observer)"
-)
-_OF_ROWS = (
-    "the gradient of {} is not the sum of those of the rows apart, without a pipeline either: the rows are coupled, as "
-    "by x.mean(0) or an attention over rows, and cannot be split; or a torch.autograd.Function adds a gradient that "
-    "does not follow that of its output, which would count once for each micro-batch"
 )
 
 

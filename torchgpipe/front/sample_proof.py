@@ -34,7 +34,7 @@ from torchgpipe.model.values import each
 from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.whole import Whole
 from torchgpipe.processes.wire import register
-from torchgpipe.proof.proof import Expected, compare_gradients, take_fingerprints, without_zeros
+from torchgpipe.proof.proof import Expected, compare_gradients, has_nan, nan_error, take_fingerprints, without_zeros
 from torchgpipe.replay.random import generators_in
 from torchgpipe.run.kept import KeptAttributes
 from torchgpipe.run.visitors import unobserved
@@ -255,16 +255,12 @@ class SampleProof:
         with unobserved():
             named = [dict(each(output)) for output in outputs]
             for path, tensor in named[0].items():
-                found = [_has_nan(output[path]) for output in named if path in output]
+                found = [has_nan(output[path]) for output in named if path in output]
                 if not any(found):
                     continue
-                source = next((f", as '{name}' has" for name, value in known if _has_nan(value)), "")
+                source = next((f", as '{name}' has" for name, value in known if has_nan(value)), "")
                 if all(found) or tensor.dim() or source:  # A mean over no labels is nan.
-                    text = (
-                        f"the output '{path}' has nan in the plain model{source}: every nan is like another, so "
-                        "nothing would be compared; give a sample and weights that the model makes numbers of"
-                    )
-                    raise _PlainFails(ValueError(text))
+                    raise _PlainFails(nan_error(path, source))
 
     def state(self, *, is_evaluation: bool = False) -> tuple[Any, ...]:
         """Return what all processes must know of this proof before they run the pipeline."""
@@ -473,11 +469,6 @@ def _is_ours(error: BaseException) -> bool:
 def _dense(output: Any) -> dict[str, Tensor]:
     """Return the tensors in an output by path, as other processes can be told them."""
     return {path: dense(tensor) for path, tensor in each(output)}
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and not tensor.is_meta and bool(dense(tensor).isnan().any())
 
 
 _COUNTS_AGAIN = (

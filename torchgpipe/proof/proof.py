@@ -32,15 +32,33 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, cotangent
-from torchgpipe.model.fingerprint import Fingerprint, fingerprint, length, weighted_sum
+from torchgpipe.model.fingerprint import Fingerprint, dense, fingerprint, length, weighted_sum
 from torchgpipe.replay.ambient import Ambient
 
-__all__ = ["Expected", "Gradients", "Roots", "compare_gradients", "differentiate", "take_fingerprints", "without_zeros"]
+__all__ = [
+    "OF_ROWS",
+    "Expected",
+    "Gradients",
+    "Roots",
+    "compare_gradients",
+    "differentiate",
+    "has_nan",
+    "nan_error",
+    "take_fingerprints",
+    "without_zeros",
+]
 
 #: The gradients of a run by the names of parameters; None for a parameter that has none.
 Gradients = dict[str, Fingerprint | None]
 #: Where backward begins, each tensor with its gradient.
 Roots = list[tuple[Tensor, Tensor]]
+
+
+OF_ROWS = (
+    "the gradient of {} is not the sum of those of the rows apart, without a pipeline either: the rows are coupled, as "
+    "by x.mean(0) or an attention over rows, and cannot be split; or a torch.autograd.Function adds a gradient that "
+    "does not follow that of its output, which would count once for each micro-batch"
+)
 
 
 class Expected(NamedTuple):
@@ -124,3 +142,17 @@ def without_zeros(module: nn.Module) -> Iterator[None]:
 def take_fingerprints(gradients: Iterable[tuple[str, Leaf]]) -> Gradients:
     """Return the fingerprints of gradients."""
     return {name: None if grad is None else fingerprint(grad) for name, grad in gradients}
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Return whether a tensor has nan."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not tensor.is_meta and bool(dense(tensor).isnan().any())
+
+
+def nan_error(path: str, source: str = "") -> ValueError:
+    """Return the error for an output of the plain model that has nan, which shows nothing."""
+    return ValueError(
+        f"the output '{path}' has nan in the plain model{source}: every nan is like another, so nothing would be "
+        "compared; give a sample and weights that the model makes numbers of"
+    )

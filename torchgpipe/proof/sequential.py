@@ -5,6 +5,7 @@ Where layers draw random numbers in training, that is left out: a pipeline draws
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,16 +20,20 @@ from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import BatchNormBase, pytree
 from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, cotangent
+from torchgpipe.model.fingerprint import length
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import in_mode, note_buffers, untouched
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.proof.leaves import Leaves
 from torchgpipe.proof.proof import (
+    OF_ROWS,
     Expected,
     Gradients,
     Roots,
     compare_gradients,
     differentiate,
+    has_nan,
+    nan_error,
     take_fingerprints,
     without_zeros,
 )
@@ -115,10 +120,17 @@ class SequentialProof:
             else:
                 comparison.note("random numbers", _DRAWS)
             return
+        unclear = [path for path, tensor in apart.outputs.items() if loss is None and has_nan(tensor)]
+        if unclear:
+            raise nan_error(unclear[0])
         norms = [child for child in self.model.modules() if isinstance(child, BatchNormBase)]
         if self.splits and not (training and (norms or apart.buffers)):
-            row, fault = f"output {{}}{what}, rows together and apart", _COUPLED if loss is None else _NO_MEAN
-            comparison.add_named(row, run(1).outputs, apart.outputs, fault, comparison.loose)
+            together, rows = run(1), f"{what}, rows together and apart"
+            fault = _COUPLED if loss is None else _NO_MEAN
+            comparison.add_named(f"output {{}}{rows}", together.outputs, apart.outputs, fault, comparison.loose)
+            name = _differing_most(together.gradients, apart.gradients, comparison.loose)
+            if name:
+                comparison.note(f"gradients{rows}", OF_ROWS.format(name))
         ours = self._recorded(pipeline)
         for kind, a, b in (("output", apart.outputs, ours.outputs), ("buffer", apart.buffers, ours.buffers)):
             row = f"{kind} {{}}{what}"
@@ -148,7 +160,8 @@ class SequentialProof:
                     value = loss.finish(i, output)
                     pairs = [(value, torch.full_like(value, scale))]
                 else:
-                    seeds.append([cotangent(f"{k} {i}", leaf) for k, leaf in enumerate(leaves)])
+                    of_rows = [cotangent(f"{k} {i}", leaf) for k, leaf in enumerate(leaves)]
+                    seeds.append(of_rows if count == self.chunks else self._seeds)
                     pairs = [(leaf, seed * scale) for leaf, seed in zip(leaves, seeds[-1])]
                 self._differentiate(pairs)
                 copies = [leaf if leaf is None else leaf.detach().clone() for leaf in output.leaves]
@@ -186,6 +199,14 @@ class SequentialProof:
     def _stepped(self) -> dict[str, Tensor]:
         result = self.step()
         return {"['loss']": result[0] if isinstance(result, tuple) else result}
+
+
+def _differing_most(a: Gradients, b: Gradients, tolerance: float) -> str:
+    """Return the name of the gradient that differs most; '' if all gradients together are equal but for rounding."""
+    known = {name: (one, other) for name, one in a.items() if one is not None and (other := b.get(name)) is not None}
+    gaps = {name: length(one.projections, other.projections) for name, (one, other) in known.items()}
+    is_equal = math.hypot(*gaps.values()) <= tolerance * math.hypot(*[one.norm for one, _ in known.values()])
+    return "" if is_equal else max(gaps, key=gaps.__getitem__)
 
 
 def _named(value: Any) -> dict[str, Tensor]:
