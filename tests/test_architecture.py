@@ -64,8 +64,8 @@ CAPS = {
         "skip": 318,
         "processes": 759,
         "replay": 823,
-        "model": 1095,
-        "batch": 1238,
+        "model": 1067,
+        "batch": 1231,
         "norms": 256,
         "listener": 66,
         "graph": 345,
@@ -74,22 +74,22 @@ CAPS = {
         "offload": 817,
         "cell": 623,
         "drive": 799,
-        "proof": 626,
+        "proof": 305,
         "gpipe": 383,
         "spine": 1451,
         "run": 1699,
-        "pipeline": 850,
-        "front": 1375,
+        "pipeline": 852,
+        "front": 1446,
         "timeline": 537,
         "distributed": 462,
-        "compat": 200,
+        "compat": 197,
         "integrations": 65,
         "public paths": 107,
     },
     "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19303
+TOTAL = 19017
 
 #: The most lines of code of any room.
 LARGEST = 1900
