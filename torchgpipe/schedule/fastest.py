@@ -29,8 +29,8 @@ _TRIES = (
     *((2.0, _HOT), (1.0, _WARM), (0.5, _WARM), (0.0, _WARM), (0.5, _STRICT)),
 )
 
-#: With about so many actions of each device, orders are tried.
-_FEW = 700
+#: Orders are tried with about so many actions or more; of large programs fewer, but not fewer than so many.
+_FEW, _ACTIONS, _FEWEST = 700, 40_000, 4
 
 #: A time that so many tries come to is taken for the shortest.
 _AGREEING = 3
@@ -72,7 +72,10 @@ def fastest(
     """
     terms = Terms(costs, memory, waiting, recomputed, transfer)
     work, actions, _ = work_of(m, places, terms, limits, split)
-    least = least_time(work)
+
+    @cache
+    def least(count: int) -> float:
+        return least_time(of_first(count)) + EPSILON
 
     @cache
     def of_first(count: int) -> Work:
@@ -82,35 +85,39 @@ def fastest(
     def tried(k: int, count: int) -> Arrangement:
         stretch, slacks = _TRIES[k]
         begun = arranged(of_first(count), *pattern(stretch))
-        return improved(of_first(count), begun, slacks, least if count == m else 0.0)
+        return improved(of_first(count), begun, slacks, least(count))
 
     @cache
     def pattern(stretch: float) -> tuple[list[float], float]:
         return shortest_pattern(work, stretch)
 
-    made = _best(tried, m, least, max(2 * (1 + max(places)), _FEW * m // len(actions)))
+    nodes = len(actions) // m
+    few = min(m, max(2 * (1 + max(places)), _FEW // nodes))
+    made = _best(tried, least, m, few, tries=max(_FEWEST, _ACTIONS // (few * nodes)))
     return [[actions[a] for a in row] for row in made.rows]
 
 
-def _best(tried: Callable[[int, int], Arrangement], m: int, least: float, few: int) -> Arrangement:
+def _best(
+    tried: Callable[[int, int], Arrangement], least: Callable[[int], float], m: int, few: int, tries: int
+) -> Arrangement:
     """Try orders with few micro-batches, and return the best with all.
 
     Args:
         tried: makes an order, by number, of so many micro-batches
+        least: returns a time that no order of so many micro-batches falls below
         m: the number of micro-batches
-        least: a time that no order falls below
         few: how many to try with
+        tries: how many orders to try
     """
-    if (first := tried(0, m)).seconds <= least + EPSILON:
-        return first
-    few = min(m, few)
-    more = min(m, few + few // 2)
     times: list[float] = []
-    while len(times) < len(_TRIES):
-        times.append(tried(len(times), few).seconds)
-        alike = [k for k, seconds in enumerate(times) if seconds <= min(times) + EPSILON]
+    for k in range(len(_TRIES[:tries])):
+        times.append(tried(k, few).seconds)
+        if times[k] <= least(few) and (made := tried(k, m)).seconds <= least(m):
+            return made
+        alike = [other for other, seconds in enumerate(times) if seconds <= min(times) + EPSILON]
         if len(alike) == _AGREEING:
             return tried(alike[0], m)
+    more = min(m, few + few // 2)
 
     def expected(k: int) -> float:
         """Return the time of all micro-batches, given how it grows."""

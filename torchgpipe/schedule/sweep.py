@@ -71,7 +71,7 @@ def improved(work: Work, made: Arrangement, slacks: Sequence[float], least: floa
         if k:
             made = made.reversed(work if k % 2 else work.reversed)
         made = _swept(work.reversed if k % 2 else work, made, slack)
-        if made.seconds <= least + EPSILON:
+        if made.seconds <= least:
             return made.reversed(work.reversed) if k % 2 else made
     return made
 
