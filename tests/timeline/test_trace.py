@@ -34,7 +34,7 @@ def test_a_saved_trace_has_the_structure_of_the_format(tmp_path: Path) -> None:
     complete = by_phase(all_events, "X")
     assert [event["dur"] for event in complete] == pytest.approx([span.seconds * 1e6 for span in timeline.spans])
     for event in complete:
-        assert {"name", "cat", "ts", "dur", "pid", "tid", "cname", "args"} <= event.keys()
+        assert {"name", "cat", "ts", "dur", "pid", "tid", "args"} <= event.keys()
         assert event["dur"] >= 0
         assert event["args"].keys() >= {"step", "micro-batch", "partition", "layers"}
 

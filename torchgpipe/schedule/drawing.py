@@ -9,11 +9,10 @@ from typing import NamedTuple
 from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.simulation import Simulation
 
-__all__ = ["COLOURS", "INK", "TEXT", "Box", "draw_boxes", "draw_svg", "draw_text"]
+__all__ = ["COLOURS", "TEXT", "Box", "boxes_of", "draw_boxes", "draw_svg", "draw_text"]
 
-#: The colours of timelines, which stay apart in grey and for colour-blind readers, and of the letters on them.
+#: The colours of timelines, which stay apart in grey and for colour-blind readers.
 COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#00604a", "W": "#9bdcc4"}
-INK = {"F": "#000", "B": "#fff", "I": "#fff", "W": "#000"}
 #: The colour of other letters: that of the page if the picture is a part of its HTML, or a grey.
 TEXT = "var(--color-foreground-primary, #808080)"
 
@@ -50,16 +49,7 @@ def draw_svg(simulation: Simulation, width: int = 900) -> str:
         simulation: the simulated program
         width: the width of the picture in pixels
     """
-    rows = [
-        (
-            f"device {device}",
-            [
-                Box(start, end, str(action.i), str(action), COLOURS[action.kind], INK[action.kind])
-                for action, start, end in _boxes(simulation, device)
-            ],
-        )
-        for device in range(len(simulation.starts))
-    ]
+    rows = [(f"device {device}", boxes_of(simulation, device)) for device in range(len(simulation.starts))]
     return draw_boxes(rows, simulation.seconds, width)
 
 
@@ -69,8 +59,7 @@ class Box(NamedTuple):
     Attributes:
         number: what stands in the box, if there is room
         title: what a mouse over the box shows
-        colour: the colour of the box
-        ink: the colour of the number
+        colour: the colour of the box, in hexadecimal digits
         top, bottom: where in its row the box begins and ends, as shares of the height
     """
 
@@ -79,7 +68,6 @@ class Box(NamedTuple):
     number: str
     title: str
     colour: str
-    ink: str
     top: float = 0.0
     bottom: float = 1.0
 
@@ -127,10 +115,18 @@ def draw_boxes(
             )
             if wide > max(14, 5 * len(box.number)) and box.number:
                 middle = f'x="{x + wide / 2:.1f}" y="{y + (box.top + box.bottom) / 2 * height + 4:g}"'
-                parts.append(f'<text {middle} text-anchor="middle" fill="{box.ink}">{_escaped(box.number)}</text>')
+                parts.append(
+                    f'<text {middle} text-anchor="middle" fill="{_ink(box.colour)}">{_escaped(box.number)}</text>'
+                )
     size = f'viewBox="0 0 {width} {top + len(rows) * (height + gap)}" width="{width}"'
     style = 'font-family="sans-serif" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
+
+
+def _ink(colour: str) -> str:
+    """Return black on a bright colour, or else white."""
+    red, green, blue = bytes.fromhex(colour[1:])
+    return "#000" if 0.3 * red + 0.59 * green + 0.11 * blue > 128 else "#fff"
 
 
 def _text(x: float, y: float, text: str) -> str:
@@ -141,6 +137,14 @@ def _escaped(text: str) -> str:
     from html import escape  # It has all entities of HTML, which whoever draws nothing need not wait for.
 
     return escape(text)
+
+
+def boxes_of(simulation: Simulation, device: int) -> list[Box]:
+    """Return a box for each action of a device."""
+    return [
+        Box(start, end, str(action.i), str(action), COLOURS[action.kind])
+        for action, start, end in _boxes(simulation, device)
+    ]
 
 
 def _boxes(simulation: Simulation, device: int | None = None) -> Iterator[tuple[Action, float, float]]:

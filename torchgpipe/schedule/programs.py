@@ -36,7 +36,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
 from typing import Literal, TypeAlias, cast, get_args
 
 from torchgpipe.schedule.action import Action, Kind, Program, verify
@@ -45,6 +46,7 @@ from torchgpipe.schedule.fastest import fastest
 
 __all__ = [
     "APART",
+    "GENERATED",
     "NAMES",
     "RESIDENT",
     "SPLITTING",
@@ -77,6 +79,9 @@ _OF_A_V: dict[str, Callable[[int], int]] = {
 
 #: The schedules that run backward in two halves.
 SPLITTING = ("ZeroBubble", *_OF_A_V)
+
+#: The schedules whose programs are generated, for equal times.
+GENERATED = ("Interleaved1F1B", *SPLITTING)
 
 #: The schedules in which neighbouring partitions on one device run at different times, and not as one partition.
 APART = (*_OF_A_V, "LayerMajor")
@@ -215,27 +220,13 @@ def _fitting(places: tuple[int, ...]) -> Iterator[str]:
 
 
 def _made(name: str, m: int, places: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
-    if name in APART:
-        return tuple(map(tuple, _layer_major(m, places) if name == "LayerMajor" else _of_a_v(name, m, places)))
-    blocks = _blocks(places)
-    devices = [places[block[0]] for block in blocks]
-    actions = _MAKERS[name](m, devices)
-    return tuple(tuple(Action(kind, i, j) for kind, i, k in row for j in _within(kind, blocks[k])) for row in actions)
-
-
-def _blocks(places: Sequence[int]) -> list[list[int]]:
-    """Return the runs of neighbouring partitions that are on one device."""
-    blocks: list[list[int]] = []
-    for j, place in enumerate(places):
-        if blocks and places[blocks[-1][0]] == place:
-            blocks[-1].append(j)
-        else:
-            blocks.append([j])
-    return blocks
-
-
-def _within(kind: str, block: list[int]) -> Iterator[int]:
-    return iter(block) if kind == "F" else reversed(block)
+    #: The runs of neighbouring partitions that are on one device.
+    runs = [list(run) for _, run in groupby(range(len(places)), key=None if name in APART else places.__getitem__)]
+    made = _MAKERS[name](m, [places[run[0]] for run in runs])
+    return tuple(
+        tuple(Action(kind, i, j) for kind, i, k in row for j in (runs[k] if kind == "F" else reversed(runs[k])))
+        for row in made
+    )
 
 
 def _one_block_each(name: str, devices: Sequence[int]) -> None:
@@ -335,4 +326,6 @@ _MAKERS: dict[str, Callable[[int, Sequence[int]], list[list[Action]]]] = {
     "1F1B": _one_f_one_b,
     "Interleaved1F1B": _interleaved,
     "ZeroBubble": _zero_bubble,
+    "LayerMajor": _layer_major,
+    **{name: partial(_of_a_v, name) for name in _OF_A_V},
 }

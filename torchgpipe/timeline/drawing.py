@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchgpipe.listener.listener import NO_MICRO_BATCH, Kind
-from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
+from torchgpipe.schedule.drawing import COLOURS, Box, draw_boxes
 from torchgpipe.timeline.span import KINDS, TRANSFERS, Row, Span
 
 __all__ = ["draw"]
@@ -24,13 +24,6 @@ _COLOURS: dict[Kind, str] = {
     "wait": "#C8C8C8",
     "upload": "#8C6BB1",
     "download": "#66A61E",
-}
-_INK: dict[Kind, str] = {
-    "forward": INK["F"],
-    "recomputation": "#000",
-    "backward": INK["B"],
-    "backward of the input": INK["I"],
-    "backward of the weights": INK["W"],
 }
 _FAILED = "#D00000"
 _NARROWEST, _WIDEST = 720, 2880  # pixels
@@ -83,7 +76,6 @@ def _box(span: Span, begin: float, has_copies: bool) -> Box:
     title = f"{span.kind} of {of}: {span.seconds * 1000:.2f} ms{', failed' * span.failed}"
     number = str(span.micro_batch) if span.computes else ""
     colour = _FAILED if span.failed else _COLOURS[span.kind]
-    ink = "#fff" if span.failed else _INK.get(span.kind, "")
     # Copies are a strip below the cells, which they may overlap in time.
     top, bottom = (0.84, 1.0) if span.kind == "copy" else (0.0, 0.8 if has_copies else 1.0)
-    return Box(span.start - begin, span.end - begin, number, title, colour, ink, top, bottom)
+    return Box(span.start - begin, span.end - begin, number, title, colour, top, bottom)

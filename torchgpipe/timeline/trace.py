@@ -12,24 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchgpipe.listener.listener import NO_MICRO_BATCH, Kind
+from torchgpipe.listener.listener import NO_MICRO_BATCH
 from torchgpipe.timeline.span import Span
 
 __all__ = ["events", "write"]
-
-#: Colour names that the format reserves. Perfetto ignores them and colours spans by their names.
-_COLOURS: dict[Kind, str] = {
-    "forward": "thread_state_running",
-    "recomputation": "thread_state_runnable",
-    "backward": "thread_state_iowait",
-    "backward of the input": "good",
-    "backward of the weights": "olive",
-    "copy": "rail_idle",
-    "wait": "grey",
-    "upload": "rail_load",
-    "download": "rail_response",
-}
-_FAILED = "terrible"
 
 
 def write(spans: Sequence[Span], path: Path) -> None:
@@ -77,7 +63,6 @@ def _complete(span: Span, track: tuple[int, int]) -> dict[str, Any]:
         "dur": span.seconds * 1e6,
         "pid": pid,
         "tid": tid,
-        "cname": _FAILED if span.failed else _COLOURS[span.kind],
         "args": {
             "step": span.step,
             "micro-batch": span.micro_batch,

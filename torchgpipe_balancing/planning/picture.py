@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from torchgpipe.devices.memory import shown_size
-from torchgpipe.schedule.drawing import COLOURS, INK, Box, draw_boxes
+from torchgpipe.schedule.drawing import COLOURS, Box, boxes_of, draw_boxes
 from torchgpipe_balancing.planning.candidates import PlanInput
 from torchgpipe_balancing.planning.problem import Outcome
 
@@ -30,11 +30,10 @@ def draw(given: PlanInput, outcome: Outcome) -> str:
     """
     simulation, rows = outcome.simulation, []
     for k, device in enumerate(given.devices):
-        boxes = [
-            Box(start, start + simulation.cost(cell), str(cell.i), str(cell), COLOURS[cell.kind], INK[cell.kind])
-            for cell, start in simulation.starts[k]
+        rows += [
+            (device.name, boxes_of(simulation, k)),
+            (shown_size(outcome.memory[k]), list(_memory(outcome, k, device.memory))),
         ]
-        rows += [(device.name, boxes), (shown_size(outcome.memory[k]), list(_memory(outcome, k, device.memory)))]
     kinds = {action.kind for of_device in simulation.starts for action, _ in of_device}
     legend = {name: COLOURS[kind] for kind, name in _NAMES.items() if kind in kinds}
     legend |= {"activations": _HELD, "parameters, gradients, optimizer": _STATE}
@@ -48,12 +47,10 @@ def _memory(outcome: Outcome, k: int, limit: float) -> Iterator[Box]:
     state, levels = outcome.state[k], list(_levels(outcome, k))
     top = max([level for _, level in levels] + ([] if math.isinf(limit) else [limit])) or 1.0
     for (start, level), (end, _) in zip(levels, [*levels[1:], (outcome.seconds, 0.0)]):
-        yield Box(start, end, "", shown_size(level), _HELD, "", top=1 - level / top)
-    yield Box(0.0, outcome.seconds, "", shown_size(state), _STATE, "", top=1 - state / top)
+        yield Box(start, end, "", shown_size(level), _HELD, top=1 - level / top)
+    yield Box(0.0, outcome.seconds, "", shown_size(state), _STATE, top=1 - state / top)
     if not math.isinf(limit):
-        yield Box(
-            0.0, outcome.seconds, "", f"limit: {shown_size(limit)}", _LIMIT, "", 1 - limit / top, 1.05 - limit / top
-        )
+        yield Box(0.0, outcome.seconds, "", f"limit: {shown_size(limit)}", _LIMIT, 1 - limit / top, 1.05 - limit / top)
 
 
 def _levels(outcome: Outcome, k: int) -> Iterator[tuple[float, float]]:
