@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,11 @@ from benchmarks.program import Part, Program, Progress
 from benchmarks.records import Row, aim, shown, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
 from torchgpipe.front.pipelined import runs_of
-from torchgpipe.schedule import program
-from torchgpipe.schedule.residency import residency, streamed
+from torchgpipe.schedule import Action, program
+from torchgpipe.schedule.action import in_order
+from torchgpipe.schedule.residency import residency
 
-__all__ = ["PARTS"]
+__all__ = ["PARTS", "Streamed", "streamed"]
 
 #: What such a card reaches in practice: products of matrices in bfloat16, memory, and the link to the host.
 CARD = {"flops": 165e12, "bandwidth": 0.9e12, "link": 25e9}
@@ -44,6 +45,53 @@ AIM = 0.9
 
 #: Tokens of a sequence.
 TOKENS = 128
+
+
+class Streamed(NamedTuple):
+    """A program whose weights come from host memory, run on paper.
+
+    Attributes:
+        seconds: the time from the start of the first upload to the end of the last action
+        uploading: the seconds of all uploads
+        waited: the seconds in which devices wait for nothing but an upload
+    """
+
+    seconds: float
+    uploading: float
+    waited: float
+
+
+def streamed(
+    program: Sequence[Sequence[Action]],
+    slots: int | Sequence[int],
+    cost: Callable[[Action], float],
+    upload: Callable[[int], float],
+) -> Streamed:
+    """Run a program on paper, with the uploads of its weights, which follow each other on each device.
+
+    Args:
+        program: a list of actions for each device, which can run
+        slots: as for `torchgpipe.schedule.residency`
+        cost: the seconds of an action
+        upload: the seconds in which the weights of a partition come
+    """
+    stays = [{stay.first: stay for stay in row} for row in residency(program, slots).weights]
+    ends: dict[Action, float] = {}
+    #: For each device, the ends of its actions; where an upload has room from the beginning, it starts at 0.
+    ended: list[list[float]] = [[] for _ in program]
+    arrived, uploading, waited = [0.0] * len(program), 0.0, 0.0
+    for action, device, needed in in_order(program):
+        start = max([0.0, *ended[device][-1:], *[ends[earlier] for earlier, _ in needed]])
+        stay = stays[device].get(len(ended[device]))
+        if stay is not None:
+            room = ended[device][stay.after] if stay.after >= 0 else 0.0
+            arrived[device] = max(arrived[device], room) + upload(stay.j)
+            uploading += upload(stay.j)
+            waited += max(0.0, arrived[device] - start)
+            start = max(start, arrived[device])
+        ends[action] = start + cost(action)
+        ended[device].append(ends[action])
+    return Streamed(max(ends.values(), default=0.0), uploading, waited)
 
 
 class GPTBlock(Block):

@@ -135,7 +135,7 @@ def plan() -> str:
     devices = tuple(Device(f"cuda:{k}", 12 * 2**30) for k in range(4))
     question = PlanInput(costs, devices, batch=8, states=3.0, schedules=("1F1B",), chunks=(8,))
     best = candidates(question)[0]
-    return draw(question, problem_of(question, best.schedule, best.chunks).outcome(best.choice))
+    return draw(question, problem_of(question, best).outcome(best.choice))
 
 
 AIMS = {

@@ -16,14 +16,14 @@ action of their partition to the last, and then go down once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from torchgpipe.schedule.action import Action, Program, in_order
+from torchgpipe.schedule.action import Action, Program
 
-__all__ = ["Residency", "Stay", "Streamed", "residency", "streamed"]
+__all__ = ["Residency", "Stay", "residency"]
 
 
 class Stay(NamedTuple):
@@ -89,50 +89,6 @@ def residency(program: Program, slots: int | Sequence[int]) -> Residency:
 def _residency(program: tuple[tuple[Action, ...], ...], slots: tuple[int, ...]) -> Residency:
     weights = [_weights(row, count) for row, count in zip(program, slots, strict=True)]
     return Residency(weights, list(map(_gradients, program)))
-
-
-class Streamed(NamedTuple):
-    """A program whose weights come from host memory, run on paper.
-
-    Attributes:
-        seconds: the time from the start of the first upload to the end of the last action
-        uploading: the seconds of all uploads
-        waited: the seconds in which devices wait for nothing but an upload
-    """
-
-    seconds: float
-    uploading: float
-    waited: float
-
-
-def streamed(
-    program: Program, slots: int | Sequence[int], cost: Callable[[Action], float], upload: Callable[[int], float]
-) -> Streamed:
-    """Run a program on paper, with the uploads of its weights, which follow each other on each device.
-
-    Args:
-        program: a list of actions for each device, which can run
-        slots: as for `residency`
-        cost: the seconds of an action
-        upload: the seconds in which the weights of a partition come
-    """
-    stays = [{stay.first: stay for stay in row} for row in residency(program, slots).weights]
-    ends: dict[Action, float] = {}
-    #: For each device, the ends of its actions; where an upload has room from the beginning, it starts at 0.
-    ended: list[list[float]] = [[] for _ in program]
-    arrived, uploading, waited = [0.0] * len(program), 0.0, 0.0
-    for action, device, needed in in_order(program):
-        start = max([0.0, *ended[device][-1:], *[ends[earlier] for earlier, _ in needed]])
-        stay = stays[device].get(len(ended[device]))
-        if stay is not None:
-            room = ended[device][stay.after] if stay.after >= 0 else 0.0
-            arrived[device] = max(arrived[device], room) + upload(stay.j)
-            uploading += upload(stay.j)
-            waited += max(0.0, arrived[device] - start)
-            start = max(start, arrived[device])
-        ends[action] = start + cost(action)
-        ended[device].append(ends[action])
-    return Streamed(max(ends.values(), default=0.0), uploading, waited)
 
 
 def _weights(actions: Sequence[Action], slots: int) -> list[Stay]:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from torchgpipe.schedule import ScheduleName, program
-from torchgpipe.schedule.programs import RESIDENT, usual_places
+from torchgpipe.schedule.programs import GENERATED, RESIDENT, usual_places
 from torchgpipe_balancing.planning.costs import Costs
-from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
+from torchgpipe_balancing.planning.problem import Choice, Device, FittedSchedule, Outcome, Problem
 from torchgpipe_balancing.split import best_split
 
 __all__ = [
@@ -32,12 +32,18 @@ __all__ = [
     "candidates",
     "default_chunks",
     "find_outcome",
+    "fitted",
+    "least_seconds",
     "most_partitions",
     "nearest",
     "orders",
     "problem_of",
     "rows_of",
 ]
+
+
+#: So many candidates get programs for the measured times.
+_FITTED = 6
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Candidate:
         memory: for each device, the most bytes that it needs
         bubble: the share of the devices' time in which they are idle
         measured: the measured time of a step; 0 if it was not run
+        fitted: the schedule that is fastest at the measured times; None for the program of the name
     """
 
     schedule: ScheduleName
@@ -63,6 +70,7 @@ class Candidate:
     memory: tuple[float, ...]
     bubble: float
     measured: float = 0.0
+    fitted: FittedSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,28 @@ def candidates(given: PlanInput) -> list[Candidate]:
     found = [(problem, find_outcome(problem)) for problem in _problems(given)]
     fitting = [_candidate(problem, outcome) for problem, outcome in found if problem.excess(outcome) <= 0]
     return sorted(fitting, key=lambda candidate: (candidate.seconds, max(candidate.memory)))
+
+
+def fitted(given: PlanInput, found: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates, the best of them with the programs that are fastest at the measured times, if their names are
+    of such programs; the quickest first.
+    """
+    improved = list(found)
+    for k, candidate in enumerate(found[:_FITTED]):
+        problem = problem_of(given, candidate)
+        if candidate.schedule in GENERATED and candidate.seconds:
+            schedule = problem.fitted(candidate.choice)
+            problem = replace(problem, program=schedule(problem.m, problem.places))
+            made = _candidate(problem, problem.outcome(candidate.choice))
+            if made.seconds < candidate.seconds:
+                improved[k] = replace(made, fitted=schedule)
+    return sorted(improved, key=lambda candidate: candidate.seconds)
+
+
+def least_seconds(given: PlanInput, candidate: Candidate) -> float:
+    """Return a time that no program falls below, with the layers of a candidate on its devices."""
+    problem = problem_of(given, candidate)
+    return problem.predicted(problem.fitted(candidate.choice).least_seconds)
 
 
 def orders(given: PlanInput) -> list[PlanInput]:
@@ -276,18 +306,26 @@ def most_partitions(schedules: Iterable[str], n: int) -> int:
 
 
 def _problems(given: PlanInput) -> Iterator[Problem]:
-    """Yield the problems of the schedules that these layers and devices are enough for."""
+    """Yield the problems of the schedules and placements that these layers and devices are enough for."""
     n = len(given.devices)
-    for chunks in given.chunks or default_chunks(given.batch, n):
-        for schedule in given.schedules:
-            if len(usual_places(schedule, n)) <= len(given.costs.layers) and (n > 1 or schedule == "1F1B"):
-                yield problem_of(given, schedule, chunks)
+    for chunks, schedule in product(given.chunks or default_chunks(given.batch, n), given.schedules):
+        rounds = [[*range(n)] * 4] if schedule == "Interleaved1F1B" else []
+        for places in [usual_places(schedule, n), *rounds]:
+            if len(places) <= len(given.costs.layers) and (n > 1 or schedule == "1F1B"):
+                yield _problem(given, schedule, chunks, places)
 
 
-def problem_of(given: PlanInput, schedule: ScheduleName, chunks: int) -> Problem:
+def problem_of(given: PlanInput, candidate: Candidate) -> Problem:
+    """Return the problem that a candidate solves."""
+    problem = _problem(given, candidate.schedule, candidate.chunks, candidate.places)
+    if candidate.fitted is None:
+        return problem
+    return replace(problem, program=candidate.fitted(problem.m, problem.places))
+
+
+def _problem(given: PlanInput, schedule: ScheduleName, chunks: int, places: Sequence[int]) -> Problem:
     """Return the problem of a schedule with so many micro-batches."""
-    costs, places = given.costs, usual_places(schedule, len(given.devices))
-    rows = rows_of(given.batch, chunks)
+    costs, rows = given.costs, rows_of(given.batch, chunks)
     m = math.ceil(given.batch / rows)  # There may be fewer than chunks.
     return Problem(
         layers=costs.layers_at(rows, m, given.states),

@@ -71,7 +71,8 @@ def config_of(given: PlanInput, candidate: Candidate) -> Config:
     """Return how to pipeline a model for a candidate."""
     devices = [torch.device(given.devices[place].name) for place in candidate.places]
     choice = candidate.choice
-    return Config(choice.balance, devices, candidate.chunks, candidate.schedule, choice.recomputed)
+    schedule = candidate.fitted or candidate.schedule
+    return Config(choice.balance, devices, candidate.chunks, schedule, choice.recomputed)
 
 
 def try_out(tested: ModelUnderTest, given: PlanInput, fitting: Sequence[Candidate], count: int) -> list[Candidate]:
@@ -133,6 +134,6 @@ def run_check(tested: ModelUnderTest, given: PlanInput, candidate: Candidate, st
 
 def _held(given: PlanInput, candidate: Candidate) -> list[float]:
     """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
-    problem = problem_of(given, candidate.schedule, candidate.chunks)
+    problem = problem_of(given, candidate)
     seen = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
     return replace(problem, layers=seen).outcome(candidate.choice).memory

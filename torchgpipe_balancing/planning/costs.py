@@ -12,7 +12,7 @@ from typing import Any
 
 from torchgpipe_balancing.planning.problem import CellCosts, Layer
 
-__all__ = ["Costs", "LayerCosts", "in_proportion"]
+__all__ = ["Costs", "LayerCosts"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Costs:
         for layer in self.layers:
             fields = _between(self.rows, layer.samples, rows)
             if len(self.rows) == 1:
-                fields = in_proportion(layer.samples[0], rows, self.rows[0])
+                fields = {name: value * rows / self.rows[0] for name, value in fields.items()}
             first = fields.pop("first") / m
             fields["backward"] += first
             fields["weights"] += first
@@ -89,11 +89,6 @@ class Costs:
     def cells_at(self, rows: float) -> CellCosts:
         """Return what cells take for micro-batches of so many rows."""
         return CellCosts(**_between(self.rows, self.cells, rows))
-
-
-def in_proportion(layer: Layer, rows: float, known: int) -> dict[str, float]:
-    """Return all fields of a layer at so many rows, given those at a known number of rows."""
-    return {name: value * rows / known for name, value in vars(layer).items()}
 
 
 def _between(known: Sequence[int], values: Sequence[Any], rows: float) -> dict[str, float]:

@@ -39,7 +39,7 @@ from torchgpipe_balancing.planning.counting import count_bytes
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
 
-__all__ = ["Recorded", "make_costs", "measured", "measured_slowness", "seconds_of_copies", "synchronize", "time_steps"]
+__all__ = ["Recorded", "make_costs", "measured", "seconds_of_copies", "synchronize", "time_steps"]
 
 _KINDS = {
     "forward": "F",
@@ -195,8 +195,25 @@ class _Bench:
         return sizes
 
     def slowness(self, rows: int) -> list[float]:
-        """Return the time that each device takes; see `measured_slowness`."""
-        return measured_slowness(self._tested, self._configs[False]._replace(chunks=self._chunks(rows)), rows)
+        """Return the time that each device takes, relative to the quickest kind; devices of one kind take as long.
+
+        Where kinds differ, the partitions go round the devices, so that each device runs all layers once. A layer that
+        was measured on a slow device would otherwise be taken for a slow layer.
+        """
+        devices, m = list(self._devices), self._chunks(rows)
+        kinds = {device: kind_of(device) for device in devices}
+        count = Counter(kinds.values())
+        if len(count) == 1:
+            return [1.0] * len(devices)
+        seconds = dict.fromkeys(count, 0.0)
+        for turn in range(len(devices)):
+            places, recorded = devices[turn:] + devices[:turn], Recorded()
+            model, step = self._tested.pipeline(self._configs[False]._replace(chunks=m, devices=places))
+            for _ in range(_ROUNDS):
+                recorded.run(model, partial(step, rows * m), devices)
+            for j, device in enumerate(places):
+                seconds[kinds[device]] += (recorded.mean("F", j) + recorded.mean("B", j)) / count[kinds[device]]
+        return [seconds[kind] / min(seconds.values()) for kind in kinds.values()]
 
     def times(
         self, rows: Sequence[int], seconds: float, slowness: Sequence[float]
@@ -301,52 +318,18 @@ class Recorded:
         return max(0.0, self.mean("first", j) - max(self.mean("B", j), self.mean("W", j)))
 
 
-def measured_slowness(tested: ModelUnderTest, config: Config, rows: int) -> list[float]:
-    """Return the time that each device takes, relative to the quickest kind; devices of one kind take as long.
-
-    Where kinds differ, the partitions go round the devices, so that each device runs all layers once. A layer that was
-    measured on a slow device would otherwise be taken for a slow layer.
-
-    Args:
-        tested: the model
-        config: a pipeline that uses all devices
-        rows: the size of a micro-batch
-    """
-    devices = list(dict.fromkeys(config.devices))
-    kinds = {device: kind_of(device) for device in devices}
-    count = Counter(kinds.values())
-    if len(count) == 1:
-        return [1.0] * len(devices)
-    seconds = dict.fromkeys(count, 0.0)
-    for turn in range(len(devices)):
-        next_of = dict(zip(devices, devices[turn:] + devices[:turn]))
-        places, recorded = [next_of[device] for device in config.devices], Recorded()
-        model, step = tested.pipeline(config._replace(devices=places))
-        for _ in range(_ROUNDS):
-            recorded.run(model, partial(step, rows * config.chunks), devices)
-        for j, device in enumerate(places):
-            seconds[kinds[device]] += (recorded.mean("F", j) + recorded.mean("B", j)) / count[kinds[device]]
-    return [seconds[kind] / min(seconds.values()) for kind in kinds.values()]
-
-
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
     """Return what a cell takes beside its layers, given the times of layers by themselves and of partitions."""
     more_cells = len(apart) - len(together)
     return max(0.0, sum(apart) - sum(together)) / more_cells if more_cells else 0.0
 
 
-def seconds_of_copies(source: torch.device, target: torch.device, *, pinned: bool = False) -> tuple[float, float]:
-    """Return the seconds that any copy from one device to another takes, and those for each byte besides.
-
-    Args:
-        source: the device that copies come from
-        target: the device that they go to
-        pinned: whether they come from memory of the host that is pinned for an accelerator
-    """
+def seconds_of_copies(source: torch.device, target: torch.device) -> tuple[float, float]:
+    """Return the seconds that any copy from one device to another takes, and those for each byte besides."""
     small, large = 1 << 10, 1 << 24
 
     def seconds(size: int) -> float:
-        original = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=pinned and target.type != "cpu")
+        original = torch.empty(size, dtype=torch.uint8, device=source)
         return statistics.median(time_steps(lambda: links.to(original, target, copy=True), (source, target), 10))
 
     latency = seconds(small)

@@ -245,6 +245,11 @@ class AnyModule(ModelUnderTest):
 def _mean_of_all(output: Any, _target: Any) -> Tensor:
     """Return a loss that depends on all of the output."""
     parts = [tensor.float().mean() for _, tensor in each(output) if tensor.is_floating_point()]
+    if not parts:
+        raise ValueError(
+            f"a plan measures backward, but the output, of {type(output).__name__}, has no tensor of floating point to "
+            "take for a loss; give loss_fn=, or plan for a model that returns one"
+        )
     return torch.stack(parts).sum()
 
 

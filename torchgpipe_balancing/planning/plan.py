@@ -24,6 +24,7 @@ from torchgpipe_balancing.planning.candidates import (
     PlanInput,
     candidates,
     default_chunks,
+    fitted,
     most_partitions,
     nearest,
     orders,
@@ -119,8 +120,7 @@ def plan(
         seconds: how long to measure; some seventy steps run in any case
         trials: how many of the best candidates to run for a few steps, so that the quickest is chosen; 0 for none
         offload: whether weights live in host memory: the plan then decides on partitions, slots, micro-batches and
-            recomputation under ``'LayerMajor'``, and ``bandwidth`` is that between host and device. Each layer has to
-            fit by itself, in measuring, too
+            recomputation under ``'LayerMajor'`` by their bytes; nothing is measured
         **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`, above all
             ``loss_fn``; the plan applies them, too
 
@@ -158,9 +158,7 @@ def plan(
     if offload:
         recompute = (True, False) if checkpoint else (False,)
         with undisturbed(places):
-            best, least = plan_offload(
-                model, sample, target, batch, planned, slowness, counts, recompute, bandwidth, options
-            )
+            best, least = plan_offload(model, sample, target, batch, planned, counts, recompute, options)
         release_memory(places)
         if best is None:
             more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
@@ -187,12 +185,14 @@ def plan(
         given, found = min(tried, key=lambda pair: pair[1][0].seconds if pair[1] else math.inf)
         if not found:
             raise DoesNotFit(_misfit(given, margin))
+        usual = next(iter(candidates(replace(given, schedules=("1F1B",)))), None)
+        found = fitted(given, found) if costs.has_times else found
         fitting = try_out(tested, given, found[:_MOST], trials if costs.has_times else 0)
         if not fitting:
             raise DoesNotFit("memory ran out for all candidates that were predicted to fit; give a larger margin")
     del tested
     release_memory(places)  # The memory of the copy that was measured is for the model now.
-    return Plan(given, tuple(fitting), sample, target, options)
+    return Plan(given, tuple(fitting), sample, usual, target, options)
 
 
 def _planned_devices(

@@ -22,14 +22,18 @@ All of it is plain data: no tensor, no device of PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torchgpipe.schedule import Program, ScheduleName, Simulation, simulate
+from torchgpipe.schedule import Program, ScheduleName, Simulation, fastest, simulate
+from torchgpipe.schedule.bound import least_time
+from torchgpipe.schedule.simulation import Terms
+from torchgpipe.schedule.work import work_of
 
-__all__ = ["NAMES", "CellCosts", "Choice", "Device", "Layer", "Outcome", "PartitionCost", "Problem"]
+__all__ = ["NAMES", "CellCosts", "Choice", "Device", "FittedSchedule", "Layer", "Outcome", "PartitionCost", "Problem"]
 
 
 #: The kinds of actions, and what their seconds are called.
@@ -158,6 +162,39 @@ class Outcome(NamedTuple):
         return self.simulation.seconds
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class FittedSchedule:
+    """A schedule: the fastest program for the times of partitions, in the memory of their devices.
+
+    Attributes:
+        problem: the problem
+        partitions: what each partition takes
+        limits: the bytes of activations that each device may keep
+    """
+
+    problem: Problem
+    partitions: tuple[PartitionCost, ...]
+    limits: tuple[float, ...]
+
+    def __call__(self, m: int, places: Sequence[int]) -> Program:
+        """Return the program for ``m`` micro-batches."""
+        return _fitted(self, m, tuple(places))
+
+    @property
+    def least_seconds(self) -> float:
+        """A time that no program of these partitions falls below."""
+        problem = self.problem
+        terms = problem.terms(self.partitions)
+        work, _, unit = work_of(problem.m, problem.places, terms, self.limits, problem.splits)
+        return least_time(work) * unit
+
+
+@lru_cache(maxsize=32)  # Every step asks for its program.
+def _fitted(schedule: FittedSchedule, m: int, places: tuple[int, ...]) -> Program:
+    terms, problem = schedule.problem.terms(schedule.partitions), schedule.problem
+    return fastest(m, places, **terms._asdict(), limits=schedule.limits, split=problem.splits)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Layers to spread over devices, under one program.
@@ -191,9 +228,19 @@ class Problem:
         return simulated * self.cell.factor + self.cell.step
 
     @property
+    def m(self) -> int:
+        """The number of micro-batches."""
+        return 1 + max([action.i for row in self.program for action in row])
+
+    @property
+    def splits(self) -> bool:
+        """Whether the program has I and W in place of B."""
+        return any(action.kind == "I" for actions in self.program for action in actions)
+
+    @property
     def may_recompute(self) -> bool:
-        """Whether layers may be recomputed: not in a program that has I and W in place of B."""
-        return self.recomputes and not any(action.kind == "I" for actions in self.program for action in actions)
+        """Whether layers may be recomputed: not in a program that splits backward."""
+        return self.recomputes and not self.splits
 
     def partition_cost(self, j: int, start: int, end: int, recomputed: Collection[int] = ()) -> PartitionCost:
         """Return what partition ``j`` takes if it has the layers from ``start`` to ``end``."""
@@ -217,27 +264,45 @@ class Problem:
             arriving=self.layers[start - 1].crossing if start else 0.0,
         )
 
+    def partitions(self, choice: Choice) -> list[PartitionCost]:
+        """Return what each partition of a choice takes."""
+        spans = pairwise(accumulate(choice.balance, initial=0))
+        return [self.partition_cost(j, *span, choice.recomputed) for j, span in enumerate(spans)]
+
     def outcome(self, choice: Choice) -> Outcome:
         """Return what a choice costs."""
-        spans = list(pairwise(accumulate(choice.balance, initial=0)))
-        partitions = [self.partition_cost(j, *span, choice.recomputed) for j, span in enumerate(spans)]
-        simulation = simulate(
-            self.program,
-            lambda action: partitions[action.j].seconds[action.kind],
-            lambda action: partitions[action.j].kept,
-            waiting=lambda action: partitions[action.j].waiting,
-            transfer=lambda action: self.transfer(partitions[action.j]),
-        )
+        partitions = self.partitions(choice)
+        simulation = simulate(self.program, **self.terms(partitions)._asdict())
         state, memory = [], []
-        for device, peak in enumerate(simulation.peaks):
-            placed = [cost for cost, place in zip(partitions, self.places) if place == device]
+        for peak, placed in zip(simulation.peaks, self._placed(partitions)):
             state.append(sum([cost.state for cost in placed]))
             memory.append(peak + state[-1] + max([cost.room for cost in placed], default=0.0))
         return Outcome(choice, simulation, state, memory)
 
-    def transfer(self, partition: PartitionCost) -> float:
-        """Return the seconds of a transfer to a partition from another device."""
-        return self.latency + self.per_byte * partition.arriving
+    def terms(self, partitions: Sequence[PartitionCost]) -> Terms:
+        """Return what actions take on paper."""
+        return Terms(
+            costs=lambda action: partitions[action.j].seconds[action.kind],
+            memory=[cost.kept for cost in partitions],
+            waiting=[cost.waiting for cost in partitions],
+            recomputed=None,
+            transfer=lambda action: self.latency + self.per_byte * partitions[action.j].arriving,
+        )
+
+    def _placed(self, partitions: Sequence[PartitionCost]) -> list[list[PartitionCost]]:
+        return [
+            [cost for cost, place in zip(partitions, self.places) if place == device]
+            for device in range(len(self.devices))
+        ]
+
+    def fitted(self, choice: Choice) -> FittedSchedule:
+        """Return the schedule that is fastest for a choice, in the memory that is there."""
+        partitions = self.partitions(choice)
+        limits = [
+            device.memory - sum([cost.state for cost in placed]) - max([cost.room for cost in placed], default=0.0)
+            for device, placed in zip(self.devices, self._placed(partitions))
+        ]
+        return FittedSchedule(self, tuple(partitions), tuple(limits))
 
     def excess(self, outcome: Outcome) -> float:
         """Return the most bytes by which a device needs more memory than it has; 0 or less if all fits."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
-from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, most_partitions, problem_of
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, least_seconds, most_partitions, problem_of
 from torchgpipe_balancing.planning.check import Check, config_of, run_check
 from torchgpipe_balancing.planning.model_under_test import apply, prepare_model, release_memory
 from torchgpipe_balancing.planning.problem import Outcome
@@ -29,6 +29,7 @@ class Plan:
         input: what was planned for: the costs, the devices in the order that was chosen, the mini-batch
         fitting: the ten best candidates that fit, the chosen one first; those that were run come before others
         sample: the sample
+        usual: the best candidate under 1F1B, with which the chosen one is compared; None if that does not fit
         target: the target for the sample, if there was one
         options: further arguments of the pipeline
     """
@@ -36,6 +37,7 @@ class Plan:
     input: PlanInput
     fitting: tuple[Candidate, ...]
     sample: Any = field(repr=False, compare=False)
+    usual: Candidate | None = None
     target: Any = field(default=None, repr=False, compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -74,9 +76,14 @@ class Plan:
         """The predicted time of a step."""
         return self.best.seconds
 
+    @property
+    def least_seconds(self) -> float:
+        """A time that a step with these layers on these devices cannot be predicted to fall below."""
+        return least_seconds(self.input, self.best)
+
     def outcome(self) -> Outcome:
         """Return what the plan costs, partition by partition, with its simulated step."""
-        return problem_of(self.input, self.best.schedule, self.best.chunks).outcome(self.best.choice)
+        return problem_of(self.input, self.best).outcome(self.best.choice)
 
     def apply(self, model: nn.Module, **options: Any) -> Any:
         """Pipeline the model as planned. ::
@@ -153,4 +160,4 @@ class Plan:
         return f"<Plan for {text.describe_plan(self.input, self.best)}>"
 
     def __str__(self) -> str:
-        return text.write_plan(self.input, self.fitting, self.outcome())
+        return text.write_plan(self.input, self.fitting, self.usual, self.outcome())

@@ -8,23 +8,24 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from torchgpipe.devices.memory import shown_size
-from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, rows_of
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, least_seconds, rows_of
 from torchgpipe_balancing.planning.problem import Outcome
 from torchgpipe_balancing.table import WIDTH, table
 
 __all__ = ["describe", "describe_plan", "write_plan"]
 
 
-def write_plan(given: PlanInput, fitting: Sequence[Candidate], outcome: Outcome) -> str:
+def write_plan(given: PlanInput, fitting: Sequence[Candidate], usual: Candidate | None, outcome: Outcome) -> str:
     """Return a plan in words.
 
     Args:
         given: what was planned for
         fitting: the candidates that fit, the chosen one first
+        usual: the best one under 1F1B
         outcome: what the chosen one costs
     """
     best = fitting[0]
-    parts = [_decision(given, best), _devices(given, best, outcome), _candidates(given, fitting)]
+    parts = [_decision(given, best, usual), _devices(given, best, outcome), _candidates(given, fitting)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
@@ -38,15 +39,19 @@ def describe(given: PlanInput, candidate: Candidate) -> str:
     chunks, choice = candidate.chunks, candidate.choice
     sizes = f"chunks={chunks} ({_count(rows_of(given.batch, chunks), 'row')}), "
     recomputed = f"{len(choice.recomputed)} of {len(given.costs.layers)} layers" if choice.recomputed else "nothing"
-    return f"schedule={candidate.schedule!r}, {sizes}balance={list(choice.balance)}, {recomputed} recomputed"
+    times = "" if candidate.fitted is None else " at these times"
+    return f"schedule={candidate.schedule!r}{times}, {sizes}balance={list(choice.balance)}, {recomputed} recomputed"
 
 
-def _decision(given: PlanInput, best: Candidate) -> Iterator[str]:
+def _decision(given: PlanInput, best: Candidate, usual: Candidate | None) -> Iterator[str]:
     costs = given.costs
     yield from _wrapped(describe_plan(given, best))
     if costs.has_times:
         ran = f", and took {_milliseconds(best.measured)}" if best.measured else ""
         yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle{ran}"
+        gain = "" if usual is None else f"1F1B would take {usual.seconds / best.seconds:.2f} times as long; "
+        more = 1 - least_seconds(given, best) / best.seconds
+        yield from _wrapped(f"{gain}no other program with these partitions is quicker by more than {more:.1%}")
     else:
         yield "measured on the meta device, without times: the bytes of parameters stand for them"
     states = f"gradients and the optimizer keep {given.states:g} bytes for each byte of a parameter that is trained"

@@ -9,7 +9,7 @@ import torch
 
 import torchgpipe
 from tests.balancing.planning.models import DEVICES, WIDTH, mean, mlp, quick, wide
-from torchgpipe_balancing.planning import measure, offload
+from torchgpipe_balancing.planning import measure
 from torchgpipe_balancing.planning.measure import Recorded
 
 
@@ -40,8 +40,7 @@ class OnTwoKinds(Recorded):
 @pytest.fixture
 def _two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "kind_of", lambda device: "slow" if device.index else "quick")
-    for module in (measure, offload):
-        monkeypatch.setattr(module, "Recorded", OnTwoKinds)
+    monkeypatch.setattr(measure, "Recorded", OnTwoKinds)
 
 
 @pytest.mark.usefixtures("_two_kinds")
@@ -55,15 +54,14 @@ def test_a_layer_that_was_measured_on_a_slow_card_is_no_slow_layer(devices: list
     assert {device.slowness for device in told.input.devices} == {1.0}
 
 
-@pytest.mark.usefixtures("_two_kinds")
 def test_with_weights_in_host_memory_a_slow_card_gets_fewer_layers_and_a_small_one_fewer_slots() -> None:
     options: dict[str, Any] = {"batch": 8, "loss_fn": mean, "offload": True, "chunks": 2, "devices": DEVICES}
-    small = torchgpipe.plan(mlp(16), torch.randn(2, WIDTH), memory=["3KiB", "1GiB"], bandwidth=10.0, **options)
+    small = torchgpipe.plan(mlp(16), torch.randn(2, WIDTH), memory=["3KiB", "1GiB"], **options)
     assert small.slots[0] < small.slots[1]
     assert small.memory[0] <= 0.9 * 3 * 1024
     assert tuple(small.apply(mlp(16))._host_memory.slots.values()) == small.slots
-    assert "2 and 3 slots" in str(small)
-    slow = torchgpipe.plan(mlp(16), torch.randn(2, WIDTH), memory=["8KiB", "1GiB"], bandwidth=100.0, **options)
+    assert f"{small.slots[0]} and {small.slots[1]} slots" in str(small)
+    slow = torchgpipe.plan(mlp(16), torch.randn(2, WIDTH), memory=["1GiB"] * 2, speeds=[1.0, 0.3], **options)
     assert sum(slow.balance[::2]) > sum(slow.balance[1::2])
 
 
