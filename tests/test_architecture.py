@@ -60,7 +60,7 @@ THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 CAPS = {
     "torchgpipe": {
         "devices": 648,
-        "schedule": 889,
+        "schedule": 865,
         "skip": 318,
         "processes": 759,
         "replay": 823,
@@ -80,16 +80,16 @@ CAPS = {
         "run": 1699,
         "pipeline": 852,
         "front": 1446,
-        "timeline": 537,
+        "timeline": 516,
         "distributed": 462,
         "compat": 197,
         "integrations": 65,
         "public paths": 107,
     },
-    "torchgpipe_balancing": {"balancing": 562, "planning": 1557},
+    "torchgpipe_balancing": {"balancing": 562, "planning": 1555},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 19017
+TOTAL = 18970
 
 #: The most lines of code of any room.
 LARGEST = 1900
