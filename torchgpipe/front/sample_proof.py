@@ -71,7 +71,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     """Prove a pipelined model on its sample: compare it with the plain model on a mini-batch made of the sample.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all. The sample is varied as far as
-    the model takes that, if all is compared. Micro-batches that the caller gives are taken as they are.
+    the model takes that. Micro-batches that the caller gives are taken as they are.
 
     Args:
         pipeline: what runs the pipelined model
@@ -85,7 +85,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
     if window_of(sample) is None and splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
-        variations = vary_sample(splitter, sample, settings.study.labels) if verifies else [[sample]]
+        variations = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)
     settings.study.rules.clear()
     batches = [[splitter.micro_batches(one, count) for one in alike] for alike in variations]
     return _prove(pipeline, batches, target, verifies=verifies)
@@ -113,14 +113,14 @@ def _prove(
         for k, proof in enumerate(proofs):
             if k:
                 pipeline.settings.study.rules.clear()
-            if not verifies:
-                proof.find_rules()
-                break
             try:
-                proof.run()
-                for other in proofs[k + 1 : len(variations[0])]:  # Few labels count, so a rule may fit by chance.
-                    proof.confirm_rules(other)
-                break
+                if verifies:
+                    proof.run()
+                    for other in proofs[k + 1 : len(variations[0])]:  # Few labels count, so a rule may fit by chance.
+                        proof.confirm_rules(other)
+                    break
+                if proof.find_rules():
+                    break
             except _PlainFails as failure:
                 if k + 1 == len(proofs):
                     raise failure.error from failure.__cause__
@@ -269,8 +269,12 @@ class SampleProof:
 
     # ----------------------------------------------------------------------------------------------- rules of numbers
 
-    def find_rules(self) -> None:
-        """Find out how numbers of micro-batches are joined, by their values, and compare nothing."""
+    def find_rules(self) -> bool:
+        """Find out how numbers of micro-batches are joined, by their values, and compare nothing.
+
+        Returns:
+            whether the model takes the mini-batch
+        """
         module = self._module
         if self._has_rows or self._plain.batch.given:
             with torch.inference_mode(False), torch.no_grad(), without_compiler(module), suppress(Exception):
@@ -278,6 +282,8 @@ class SampleProof:
                 if self._has_rows:
                     with in_mode(module, False):
                         self._rows.compare_numbers()
+                return True
+        return False
 
     def confirm_rules(self, other: SampleProof) -> None:
         """Compare the values of the numbers of another mini-batch by the rules that are known."""

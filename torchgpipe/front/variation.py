@@ -31,7 +31,9 @@ from torchgpipe.batch.inputs import Arguments, Splitter, vary_row
 __all__ = ["vary_sample"]
 
 
-def vary_sample(splitter: Splitter, sample: Arguments, labels: tuple[str, int]) -> list[list[Arguments]]:
+def vary_sample(
+    splitter: Splitter, sample: Arguments, labels: tuple[str, int], *, must_differ: bool = True
+) -> list[list[Arguments]]:
     """Return variations of a sample, those that show most first: a model may not take all of them.
 
     They are together that vary the rows in the same way, and the labels in another one.
@@ -40,6 +42,7 @@ def vary_sample(splitter: Splitter, sample: Arguments, labels: tuple[str, int]) 
         splitter: tells what is split
         sample: the arguments, of as many rows as the proof needs
         labels: the argument whose labels a loss of the model counts, and the label that it leaves out
+        must_differ: whether rows must differ
 
     Raises:
         ValueError: the rows are equal, and cannot be varied.
@@ -48,9 +51,12 @@ def vary_sample(splitter: Splitter, sample: Arguments, labels: tuple[str, int]) 
     result = []
     for mildly, integers in ((False, True), (True, True), (True, False)):
         other = _with_different_rows(splitter, sample, mildly, integers)
-        if other is not None:
-            uneven = [splitter.changed(other, partial(_unevenly, name, one)) for one in dict.fromkeys((ignored, 0))]
-            result.append([*uneven, other] if name in splitter.tensors(sample) else [other])
+        if other is None:
+            if must_differ:
+                continue
+            other = sample
+        uneven = [splitter.changed(other, partial(_unevenly, name, one)) for one in dict.fromkeys((ignored, 0))]
+        result.append([*uneven, other] if name in splitter.tensors(sample) else [other])
     if result:
         return result
     raise ValueError(
