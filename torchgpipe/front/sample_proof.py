@@ -379,7 +379,7 @@ class SampleProof:
                     after = take if together is None else lambda j: None
                     mini_batch.run_columns_backward(after, split=settings.schedule in SPLITTING)
                 if together is not None:
-                    add_shared(together.users, mini_batch.aliases, together.processes)
+                    add_shared(together.doors.users, mini_batch.aliases, together.processes)
                 for j in range(len(self._devices)):
                     take(j)
                 taken = self._of_all(found)

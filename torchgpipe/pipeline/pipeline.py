@@ -229,7 +229,7 @@ class Pipeline:
         told = together.told(result, gather=gathers) if together.processes.rank == last else None
         heard = together.end(mini_batch, told)[last]
         if torch.is_grad_enabled():
-            add_shared(together.users, mini_batch.aliases, together.processes)
+            add_shared(together.doors.users, mini_batch.aliases, together.processes)
         return together.heard(heard) if result is None else result
 
     def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
@@ -375,7 +375,7 @@ class Pipeline:
             splits=not recomputes,
             patience=patience,
             random_numbers=random_numbers,
-            **({} if self.together is None else self.together.for_columns()),
+            remote_doors=None if self.together is None else self.together.doors,
         )
         # The host waits for each copy, so an argument is copied in one.
         inputs = batch.mapped(self.to(settings.devices[0]), caches=columns.copies).parts

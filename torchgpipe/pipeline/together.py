@@ -35,30 +35,22 @@ class Together:
 
     Attributes:
         processes, settings: see above
-        users: the columns that use each parameter
-        buffers: the buffers in modules of the spine, by their ids, each with its column
         doors: the modules of other processes
     """
 
     def __init__(self, processes: Processes, settings: Settings) -> None:
         self.processes, self.settings = processes, settings
         self.doors = RemoteDoors(processes, settings)
-        self.users: dict[Tensor, frozenset[int]] = {}
-        self.buffers: dict[int, tuple[Tensor, int]] = {}
 
     def find_users(self, module: nn.Module) -> dict[Tensor, frozenset[int]]:
         """Note and return the columns that use each parameter of a model, which may have got others."""
-        self.users = users_of(module, self.settings)
-        self.buffers = {
+        self.doors.users = users_of(module, self.settings)
+        self.doors.buffers = {
             id(tensor): (tensor, self.settings.column_of(full))
             for full, child, name, tensor in iterate_tensors(module)
             if name in child._buffers and find_door(full, self.settings.doors) is not None
         }
-        return self.users
-
-    def for_columns(self) -> dict[str, Any]:
-        """Return what columns know of other processes."""
-        return {"processes": self.processes, "remote_doors": self.doors, "users": self.users, "buffers": self.buffers}
+        return self.doors.users
 
     def begin(self, module: nn.Module, batch: SplitBatch, numbers: RandomNumbers, modes: Any, kind: str) -> None:
         """Agree with the other processes on a mini-batch.
@@ -73,8 +65,8 @@ class Together:
         Raises:
             RuntimeError: the others have prepared another one.
         """
-        trained = tuple([(parameter.requires_grad, str(parameter.dtype)) for parameter in self.users])
-        for parameter in self.users:
+        trained = tuple([(parameter.requires_grad, str(parameter.dtype)) for parameter in self.doors.users])
+        for parameter in self.doors.users:
             if parameter.requires_grad and not parameter.is_leaf:
                 raise ValueError("a parameter that is computed from others cannot be shared by processes")
         parts = batch.given or [batch.arguments]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import own_call
 from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import Listener
-from torchgpipe.processes.processes import Processes
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.run.remote_doors import RemoteDoors
 from torchgpipe.spine.abstract import Abstract
@@ -64,10 +63,7 @@ class Columns(list[Column]):
         splits: bool,
         patience: float | None = None,
         random_numbers: RandomNumbers | None = None,
-        processes: Processes | None = None,
         remote_doors: RemoteDoors | None = None,
-        users: Mapping[Tensor, frozenset[int]] | None = None,
-        buffers: Mapping[int, tuple[Tensor, int]] | None = None,
     ) -> None:
         super().__init__()
         self.streams, self.aliases, self.owner = streams, aliases, owner
@@ -75,8 +71,8 @@ class Columns(list[Column]):
         self.devices, self.members = settings.devices, settings.members
         self.checkpoint, self.is_whole = settings.checkpoint, settings.is_whole
         self.recomputed = {settings.column_of(name) for name in settings.recomputed}
-        self.processes, self.remote_doors, self.users = processes, remote_doors, users or {}
-        self.buffers = buffers or {}
+        self.remote_doors = remote_doors
+        self.processes = None if remote_doors is None else remote_doors.processes
         #: The places where glue has read values that one process has, each with what it called.
         self.reads: dict[str, str] = {}
         self._numbers = random_numbers

@@ -224,16 +224,16 @@ class MiniBatch:
                 )
         for j in range(self._n):
             self.aliases.verify_unchanged(j)
-        processes = self.columns.processes
+        doors = self.columns.remote_doors
         with (
             self.aliases.installed(),
             self.random_numbers.callers_generator.kept(),
-            nullcontext() if processes is None else processes.at_backward(),
+            nullcontext() if doors is None else doors.processes.at_backward(),
         ):
             kinds = "BIW" if keep_graph else "RBIW"
             self._executor().run(_only(self._agenda, kinds), Ambient(), keep_graph=keep_graph)
-            if processes is not None:
-                add_shared(self.columns.users, self.aliases, processes)
+            if doors is not None:
+                add_shared(doors.users, self.aliases, doors.processes)
         self._verified()
         # An engine thread has streams of its own, on which the gradients go on.
         for column in self.columns:

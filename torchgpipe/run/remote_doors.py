@@ -76,10 +76,17 @@ class RemoteDoors:
     Args:
         processes: the processes
         settings: the settings of the model
+
+    Attributes:
+        processes: see above
+        users: the columns that use each parameter
+        buffers: the buffers in modules of the spine, by their ids, each with its column
     """
 
     def __init__(self, processes: Processes, settings: Settings) -> None:
-        self._processes, self._settings = processes, settings
+        self.processes, self._settings = processes, settings
+        self.users: dict[Tensor, frozenset[int]] = {}
+        self.buffers: dict[int, tuple[Tensor, int]] = {}
         self._kinds = sorted({device.type for device in settings.devices})
         self._modes = 0
         #: The dicts of the hooks in the modules behind doors, which stay the same during a mini-batch.
@@ -97,7 +104,7 @@ class RemoteDoors:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, their hooks, and what is trained."""
         self._modes, self._hooks = modes, {}
         if len(self._told) > _MOST:  # In all processes alike. As of a module that gets another number in each step.
-            self._processes.messages.forget(self._told)
+            self.processes.messages.forget(self._told)
             for known in (self._told, self._known, self._returned):
                 known.clear()
 
@@ -168,7 +175,7 @@ class RemoteDoors:
             self._returned[key], word = returned, _word_of(key)
             if word not in self._told:  # It is that of calls with other strides.
                 self._told.add(word)
-                self._processes.send(effect, self._processes.others, word)
+                self.processes.send(effect, self.processes.others, word)
         leaves = effect.forms.leaves[: len(tensors)]
         if returned != self._returned[key] or leaves_of(tensors, given) != leaves:
             now = "has changed a list or a dict that it was given" if is_filled else f"returns {_shown(output)}"
@@ -216,7 +223,7 @@ class RemoteDoors:
         if effect is None:
             word, what = _word_of(key), f"the shapes that '{door.name}' returns"
             self._told.add(word)
-            effect = self._known[key] = hear(self._processes.owners[column], word, what, keeps=True)
+            effect = self._known[key] = hear(self.processes.owners[column], word, what, keeps=True)
         output, seen, kept, arguments = effect.forms.made(imported, column, self._settings.devices[column])
         _change(imported, effect.changed, replace)
         show_calls(door.module, effect.hooked, seen)

@@ -54,8 +54,8 @@ class RemoteImports(Imports):
 
     def __init__(self, i: int, cells: list[Cell], columns: Columns) -> None:
         super().__init__(i, cells, columns)
-        assert columns.processes is not None and columns.remote_doors is not None
-        self.processes, self.doors = columns.processes, columns.remote_doors
+        assert columns.remote_doors is not None
+        self.doors, self.processes = columns.remote_doors, columns.remote_doors.processes
         self.are_needed, self.are_owned = True, False
         self.log: list[str] = []
         #: Who has a tensor is no matter of the tensor: other frames meet it, as a constant of the model's file, anew.
@@ -104,7 +104,7 @@ class RemoteImports(Imports):
     def home_of(self, tensor: Tensor) -> int | None:
         """Return the column that owns a tensor, the present one of a parameter; None if it is replicated."""
         node = tensor.grad_fn
-        users = self._columns.users.get(self._aliases.parameter_of(tensor)) if node is None else None
+        users = self.doors.users.get(self._aliases.parameter_of(tensor)) if node is None else None
         if users is not None and self.column not in users:
             raise RuntimeError(
                 f"{self._columns.name_of(self.column)} uses a parameter of shape {tuple(tensor.shape)}, and did not do "
@@ -124,7 +124,7 @@ class RemoteImports(Imports):
                     "process"
                 )
             return home
-        buffer = self._columns.buffers.get(id(tensor))
+        buffer = self.doors.buffers.get(id(tensor))
         return self._homes.get(tensor) if buffer is None else buffer[1]
 
     def import_tensor(self, tensor: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class RemoteImports(Imports):
 
     def _brought(self, tensor: Tensor, records: bool) -> Tensor:
         column, home, owners = self.column, self.home_of(tensor), self.processes.owners
-        is_parameter = tensor.grad_fn is None and self._aliases.parameter_of(tensor) in self._columns.users
+        is_parameter = tensor.grad_fn is None and self._aliases.parameter_of(tensor) in self.doors.users
         assert home is not None
         if owners[home] != owners[column]:
             return self._cross(tensor, home, records)
@@ -307,7 +307,7 @@ class RemoteFrame(Frame):
         """Raise an error if a module returns a parameter which other processes have, too: there it is a stand-in."""
         for tensor in tensors:
             if tensor.grad_fn is None and tensor.requires_grad:
-                users = self._columns.users.get(self._columns.aliases.parameter_of(tensor), frozenset())
+                users = self.imports.doors.users.get(self._columns.aliases.parameter_of(tensor), frozenset())
                 if not all(map(self._columns.is_mine, users)):
                     raise RuntimeError(
                         f"'{door.name}' returns a parameter of shape {tuple(tensor.shape)}, which the model uses in "
