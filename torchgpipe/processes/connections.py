@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import sys
 from contextlib import suppress
 from datetime import timedelta
-from struct import Struct
+from struct import Struct, pack
 from typing import Any
 
 __all__ = ["connected", "read"]
@@ -58,7 +59,10 @@ def connected(store: Any, name: str, rank: int, size: int, timeout: timedelta) -
             f"rank {rank} of {size}, at {address}, has not come to all other processes: {error}"
         ) from error
     for peer in peers.values():
-        peer.settimeout(seconds)
+        # What is large takes one call of the system in this way, in which other threads run.
+        peer.settimeout(None)
+        if sys.platform != "win32":
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack("ll", int(seconds), int(seconds % 1 * 1e6)))
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peers
 
@@ -84,9 +88,8 @@ def read(peer: socket.socket, into: Any) -> Any:
     """
     room = memoryview(into)
     while room:
-        with suppress(TimeoutError):
-            count = peer.recv_into(room)
-            if not count:
-                raise ConnectionError("its connection has ended")
-            room = room[count:]
+        count = peer.recv_into(room, 0, socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("its connection has ended")
+        room = room[count:]
     return into
