@@ -23,7 +23,6 @@ from torchgpipe import MicroBatches, pipelined
 from torchgpipe.front.sample_proof import SampleProof
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.fingerprint import fingerprint
-from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.run import threads
 
 
@@ -654,32 +653,6 @@ def test_a_thread_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(threads, "seconds_of", seconds_of)
     monkeypatch.setattr(SampleProof, "patience", 0.01)
     two(Chain())
-
-
-def test_random_numbers_of_python_follow_micro_batches_in_workers() -> None:
-    """A worker took what another one had drawn for what the caller had."""
-    numbers, begun = RandomNumbers(None), random.getstate()
-    found: list[Any] = []
-
-    def run(i: int, *, within: Callable[[], Any] = lambda: None) -> None:
-        with numbers.of(i, torch.device("cpu")):
-            found.append(random.getstate())
-            random.random()
-            within()
-
-    other, waiting, of = threading.Thread(target=run, args=[1]), threading.Event(), RandomNumbers.of
-
-    def tells(self: Any, i: int, device: Any) -> Any:
-        if i == 1:
-            waiting.set()
-        return of(self, i, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RandomNumbers, "of", tells)
-        run(0, within=lambda: other.start() or waiting.wait())
-        other.join()
-    assert begun not in found and found[0] != found[1]
-    assert random.getstate() == begun
 
 
 @pytest.mark.parametrize(("lost", "sign"), [(0.45, 0.0), (0.2, -1.0), (0.01, 0.0), (0.01, -1.0)])
