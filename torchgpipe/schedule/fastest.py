@@ -111,8 +111,8 @@ def _best(
     """
     times: list[float] = []
     for k in range(len(_TRIES[:tries])):
-        times.append(tried(k, few).seconds)
-        if times[k] <= least(few) and (made := tried(k, m)).seconds <= least(m):
+        times.append(round(tried(k, few).seconds, 6))  # Versions of Python round sums in different ways.
+        if tried(k, few).seconds <= least(few) and (made := tried(k, m)).seconds <= least(m):
             return made
         alike = [other for other, seconds in enumerate(times) if seconds <= min(times) + EPSILON]
         if len(alike) == _AGREEING:
@@ -121,7 +121,7 @@ def _best(
 
     def expected(k: int) -> float:
         """Return the time of all micro-batches, given how it grows."""
-        return times[k] + (tried(k, more).seconds - times[k]) / max(1, more - few) * (m - few)
+        return round(times[k] + (tried(k, more).seconds - times[k]) / max(1, more - few) * (m - few), 6)
 
     ranked = sorted(sorted(range(len(times)), key=times.__getitem__)[:3], key=expected)
-    return min([tried(k, m) for k in ranked[:2]], key=lambda made: made.seconds)
+    return min([tried(k, m) for k in ranked[:2]], key=lambda made: round(made.seconds, 6))

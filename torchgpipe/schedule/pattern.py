@@ -3,10 +3,10 @@
 Each action starts as soon as what it needs is there and its device is free *modulo a period*, so that micro-batch i can
 do the same i periods later. Three devices and a period of four, where each action takes one:
 
-    time      0  1  2  3  4  5  6  7          modulo 4
-    device 0  F  .  .  .  .  I  .  W          F  I  .  W
-    device 1     F  .  .  I  W                I  F  W  .
-    device 2        F  I  W                   W  .  F  I
+    time      0  1  2  3  4  5  6         modulo 4
+    device 0  F  .  .  .  .  I  W         F  I  W  .
+    device 1     F  .  .  I  .  W         I  F  W  .
+    device 2        F  I  W               W  .  F  I
 
 In the steady state a device holds as many micro-batches as there are periods between F and W. So a longer period holds
 fewer, and the shortest one that keeps the limits is taken. With a *stretch*, values wait at boundaries: devices hold

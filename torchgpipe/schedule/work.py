@@ -94,7 +94,7 @@ def work_of(
         )
     device = [places[action.j] for action in actions]
     rooms = _rooms(limits, _least_limits(m, device, rise, fall))
-    scale = fmean(costs) or 1.0
+    scale = fmean(costs[::m]) or 1.0  # Of the first micro-batch, so that it is the same for any number of them.
     work = Work(
         m,
         n,
