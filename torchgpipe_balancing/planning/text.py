@@ -25,6 +25,7 @@ def write_plan(given: PlanInput, fitting: Sequence[Candidate], usual: Candidate 
         outcome: what the chosen one costs
     """
     best = fitting[0]
+    usual = next((one for one in fitting if one.schedule == "1F1B" and one.measured), usual)
     parts = [_decision(given, best, usual), _devices(given, best, outcome), _candidates(given, fitting)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -49,7 +50,9 @@ def _decision(given: PlanInput, best: Candidate, usual: Candidate | None) -> Ite
     if costs.has_times:
         ran = f", and took {_milliseconds(best.measured)}" if best.measured else ""
         yield f"a step is predicted to take {_milliseconds(best.seconds)}, {best.bubble:.0%} of it idle{ran}"
-        gain = "" if usual is None else f"1F1B would take {usual.seconds / best.seconds:.2f} times as long; "
+        both_ran = usual is not None and usual.measured and best.measured
+        times = (usual.measured / best.measured if both_ran else usual.seconds / best.seconds) if usual else 0.0
+        gain = f"1F1B would take {times:.2f} times as long; " if usual else ""
         more = 1 - least_seconds(given, best) / best.seconds
         yield from _wrapped(f"{gain}no other program with these partitions is quicker by more than {more:.1%}")
     else:
