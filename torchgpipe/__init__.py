@@ -1,4 +1,4 @@
-"""Pipeline parallelism for PyTorch on the devices of one machine."""
+"""Pipeline parallelism for PyTorch: over the devices of one machine from one script, or over processes."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,6 +1,6 @@
-"""Split nested inputs into micro-batches, and gather nested outputs. Only this file knows how containers nest.
+"""Split nested inputs into micro-batches, and gather nested outputs, those of a Sequential.
 
-A value that travels through the pipeline is flattened once, into its leaves (tensors and None) and the structure
+A value that travels through it is flattened once, into its leaves (tensors and None) and the structure
 around them. Everything between two partitions works on the leaves.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchgpipe.batch.given import MicroBatches, verify_independent
 from torchgpipe.devices.device import bring
-from torchgpipe.devices.torch_internals import forward_mode_is_active, pytree, transforms_are_active
+from torchgpipe.devices.torch_internals import base_of, forward_mode_is_active, pytree, transforms_are_active
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.model.settings import verify_names
 from torchgpipe.model.values import each
@@ -125,6 +125,8 @@ class Batch:
     Args:
         leaves: tensors and None
         spec: the containers around the leaves; None for a bare leaf
+
+    Attributes:
         skips: skips in flight to a later layer, if any
     """
 
@@ -134,11 +136,10 @@ class Batch:
         self,
         leaves: Leaves,
         spec: pytree.TreeSpec | None = None,
-        skips: Skips | None = None,
     ) -> None:
         self.leaves = leaves
         self.spec = spec
-        self.skips = skips
+        self.skips: Skips | None = None
 
     @classmethod
     def of(cls, value: Any, source: str) -> Batch:
@@ -376,10 +377,10 @@ def set_apart(batches: Sequence[Batch]) -> None:
     if transforms_are_active() or forward_mode_is_active():
         return  # They would lose the tensor.
     *others, last = batches
-    bases = {id(leaf._base): leaf for leaf in last.leaves if leaf is not None and leaf._base is not None}
+    bases = {id(base): leaf for leaf in last.leaves if leaf is not None and (base := base_of(leaf)) is not None}
     for batch in others if bases else ():
         batch.leaves = tuple(
-            [x if x is None or x.requires_grad or bases.get(id(x._base), x) is x else x.data for x in batch.leaves]
+            [x if x is None or x.requires_grad or bases.get(id(base_of(x)), x) is x else x.data for x in batch.leaves]
         )
 
 

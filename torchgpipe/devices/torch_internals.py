@@ -36,6 +36,7 @@ __all__ = [
     "add_each",
     "apply_directly",
     "at_end_of_pass",
+    "base_of",
     "caches_parametrizations",
     "call_hooks",
     "can_move_data",
@@ -399,6 +400,15 @@ def storage_key(tensor: Tensor) -> int:
     other devices ``untyped_storage().data_ptr()`` does the same.
     """
     return int(memory_of(tensor)._cdata)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that a view is a part of; None for one that is no view.
+
+    Parts of a mini-batch share a version, and a view whose base was changed gets another node. Since 2.0. PyTorch has
+    no public name for it.
+    """
+    return tensor._base
 
 
 def is_wrapper(tensor: Tensor) -> bool:

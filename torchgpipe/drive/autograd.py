@@ -191,7 +191,7 @@ def _pass_plain(column: LayersColumn, i: int, batch: Batch, lane: Lane) -> tuple
     if column.leaving:
         output = output.replace(wait(column.leaving, i, output.leaves))
     if column.lane_device is not None and lane is None and i < column.m - 1:
-        output, lane = _branch(output, column)
+        output, lane = _branch(output)
     return output, lane
 
 
@@ -242,7 +242,7 @@ def _tie(batch: Batch, lanes: Sequence[Tensor]) -> bool:
     return False
 
 
-def _branch(batch: Batch, column: LayersColumn) -> tuple[Batch, Lane]:
+def _branch(batch: Batch) -> tuple[Batch, Lane]:
     """Begin a lane at all leaves of a batch; None if nothing requires grad.
 
     At all of them, or the engine might differentiate a part of the cell too early.

@@ -13,7 +13,7 @@ __all__ = ["labelled"]
 
 
 def labelled(listener: Listener | None) -> Listener | None:
-    """Return a listener that labels the work as well, if the profiler runs, and ``step`` itself otherwise."""
+    """Return a listener that labels the work as well, if the profiler runs, and the same listener otherwise."""
     # A label costs as much as a small layer, also where the profiler does not run.
     return _Labelled(listener) if profiler_runs() else listener
 

@@ -1,6 +1,6 @@
 """Walking through the values that a model passes around: containers with tensors somewhere in them.
 
-This is the one file that knows containers: tuples, named tuples, lists, dicts and other mappings, dataclasses, and,
+This file knows the containers of any model: tuples, named tuples, lists, dicts and other mappings, dataclasses, and,
 where they are asked for, caches of earlier tokens and plain objects. Everything else is passed as
 it is. `container` opens any of them; `mapped` has the first ones written out, because it runs for every call of a
 module of the spine, and for every operation between two of them: a general library takes five times as long.
@@ -289,9 +289,9 @@ def walk(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple
             yield from walk(item, dotted(path, name), objects=objects)
 
 
-def each(value: Any, path: str = "", *, objects: bool = False) -> Iterator[tuple[str, Tensor]]:
+def each(value: Any, *, objects: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in ``value`` with its path, such as ``'hidden_states[0]'``; 'value' for the value itself."""
-    for where, item in walk(value, path, objects=objects):
+    for where, item in walk(value, objects=objects):
         if isinstance(item, Tensor):
             yield where or "value", item
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.stream import Mark, Stream
-from torchgpipe.devices.torch_internals import storage_key, versions
+from torchgpipe.devices.torch_internals import base_of, storage_key, versions
 from torchgpipe.devices.typing import Leaf, Leaves
 from torchgpipe.listener.listener import Kind, Listener, recorded
 from torchgpipe.offload.aliases import OffloadedAliases
@@ -247,11 +247,11 @@ class HostCopies:
         evicted: list[tuple[Tensor, HostCopy]] = []
         if self.device_of(now) == self.device_of(until):
             for tensor in {storage_key(tensor): tensor for tensor in tensors}.values():
-                base = tensor if tensor._base is None else tensor._base
+                base = base_of(tensor)
                 storage = tensor.untyped_storage()
                 # Of a part, only that could be restored; memory of DLPack or a CUDA graph is not PyTorch's to free.
                 is_whole = tensor.nbytes == storage.nbytes() and storage.resizable()
-                if is_whole and base.grad_fn is not None:
+                if is_whole and (tensor if base is None else base).grad_fn is not None:
                     copy = self.keep(tensor, now, until, frees=True)
                     if isinstance(copy, HostCopy):
                         evicted.append((tensor, copy))

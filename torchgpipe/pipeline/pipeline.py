@@ -85,8 +85,7 @@ class Pipeline:
         self._has_hooks = False
         #: Whether a mini-batch was trained by a call.
         self._has_trained = False
-        #: The kinds of mini-batches whose graphs were verified, and their operations on weights in host memory; see
-        #: `verify_complete` and `watch`.
+        #: The kinds of mini-batches whose graphs were verified, and their operations on weights in host memory.
         self._verified: set[Any] = set()
         self._told: set[str] = set()
         self.host_memory = HostMemory(settings.devices, *settings.offload) if settings.offload is not None else None

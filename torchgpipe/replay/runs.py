@@ -8,7 +8,7 @@ the settings of the caller, which `Ambient.run` enters:
     random numbers      are drawn again; see `random`
     state of layers     is that before the first run, and is put back; see `state`
     phase               tells a layer which run it is in; see `phase`
-    output              is compared once; see `outputs`
+    output              is compared, at first always, then ever more rarely; see `outputs`
 """
 
 from __future__ import annotations

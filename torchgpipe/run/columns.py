@@ -61,8 +61,8 @@ class Columns(list[Column]):
         listener: Listener | None,
         *,
         splits: bool,
+        random_numbers: RandomNumbers,
         patience: float | None = None,
-        random_numbers: RandomNumbers | None = None,
         remote_doors: RemoteDoors | None = None,
     ) -> None:
         super().__init__()
@@ -101,12 +101,10 @@ class Columns(list[Column]):
 
     def replicated_numbers(self, i: int) -> AbstractContextManager[None]:
         """Let glue that all processes run draw the same random numbers for micro-batch ``i`` in a ``with`` block."""
-        assert self._numbers is not None
         return self._numbers.replicated(i, torch.device("cpu"))
 
     def states_of_numbers(self, j: int) -> dict[int, Tensor]:
         """Return the states of the generators that follow the micro-batch which runs in column ``j``."""
-        assert self._numbers is not None
         return self._numbers.states_now(self.devices[j])
 
     def stand_ins(self, told: Abstract, column: int) -> Any:

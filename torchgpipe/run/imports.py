@@ -21,7 +21,7 @@ from torch import Tensor
 from torchgpipe.cell.cell import Cell
 from torchgpipe.devices import links
 from torchgpipe.devices.memory import bytes_of
-from torchgpipe.devices.torch_internals import next_sequence_number, sequence_number, versions
+from torchgpipe.devices.torch_internals import base_of, next_sequence_number, sequence_number, versions
 from torchgpipe.run.columns import Columns
 from torchgpipe.spine.layout import Crossed
 from torchgpipe.transport.route import copy_forward, mark_ready
@@ -92,7 +92,8 @@ class Imports:
 
     def _home_of(self, tensor: Tensor, node: Any) -> int:
         """Return the column in which the graph of a tensor was made, which ends in ``node``."""
-        base = None if tensor._base is None else tensor._base.grad_fn
+        view_of = base_of(tensor)
+        base = None if view_of is None else view_of.grad_fn
         # If the base of a view was changed in place since, autograd has made the node of the view anew just now.
         return self._home(node) if base is None else min(self._home(node), self._home(base))
 
