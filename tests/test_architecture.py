@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 865,
         "skip": 318,
         "processes": 761,
-        "replay": 823,
+        "replay": 826,
         "model": 1067,
         "batch": 1230,
         "norms": 256,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1558},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18977
+TOTAL = 18980
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -1,4 +1,4 @@
-"""The agenda of a step or a call: the cells that there are, and all actions in their order, with what each of them needs.
+"""The agenda of a step or a call: the cells that there are, and all actions in order, with what each of them needs.
 
 A program knows partitions. The cells of a step are on views, which divide or join partitions. Neighbours are joined if
 the program runs them one directly after the other, forward and backward. Fewer cells take less of the host's time.

@@ -78,7 +78,9 @@ class State:
 
     def begin(self) -> Snapshot:
         """Note the state before a first run or a step."""
-        return Snapshot(self._places, self._hooks if self._places else [], of_step=self._of_step)
+        if not self._places:
+            return _EMPTY
+        return Snapshot(self._places, self._hooks, of_step=self._of_step)
 
 
 class Snapshot:
@@ -219,6 +221,10 @@ class Snapshot:
             for hooks, items in hooks_now:
                 hooks.clear()
                 hooks.update(items)
+
+
+#: That of layers that keep nothing, as most cells have no others.
+_EMPTY = Snapshot((), (), of_step=False)
 
 
 def _put(values: dict[str, Any], name: str, value: Any) -> None:
