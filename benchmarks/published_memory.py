@@ -24,7 +24,7 @@ from torch import nn
 
 from benchmarks.kept_on_meta import kept_by_partitions
 from benchmarks.models import amoebanetd, unet
-from benchmarks.models.amoebanet import cells
+from benchmarks.models.amoebanet import balance_of_cells
 from benchmarks.program import Progress
 from benchmarks.records import GIB, Row, table_of
 
@@ -100,8 +100,7 @@ class Experiment(NamedTuple):
             return [len(model)]
         if self.model != "amoebanetd":
             return self.balance
-        layers = iter(cells(model))
-        return [sum(next(layers) for _ in range(count)) for count in self.balance]
+        return balance_of_cells(model, self.balance)
 
 
 EXPERIMENTS = [

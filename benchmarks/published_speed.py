@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import amoebanetd, resnet101, unet
-from benchmarks.models.amoebanet import cells
+from benchmarks.models.amoebanet import balance_of_cells
 from benchmarks.program import Progress
 from benchmarks.records import Row, table_of
 from torchgpipe.schedule import Action, program, simulate
@@ -77,10 +77,7 @@ class Family(NamedTuple):
 
     def balance_of(self, model: nn.Sequential, experiment: Experiment) -> list[int]:
         """Return the number of layers in each partition of an experiment."""
-        if not self.in_cells:
-            return list(experiment.balance)
-        layers = iter(cells(model))
-        return [sum(next(layers) for _ in range(count)) for count in experiment.balance]
+        return balance_of_cells(model, experiment.balance) if self.in_cells else list(experiment.balance)
 
 
 FAMILIES = [

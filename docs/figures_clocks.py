@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe import GPipe
-from torchgpipe.devices.stream import Mark, Stream, Streams, Tick
-from torchgpipe.front.pipelined import runs_of
+from tests.separate_memory import SeparateMemory, separate_memory
+from torchgpipe.devices.stream import Mark, Stream, Tick
 from torchgpipe.listener.listener import End
 
 __all__ = ["Clocked", "ClockedStreams", "Done", "Work", "clocked", "listening"]
@@ -80,7 +78,7 @@ class Clocked(Stream):
                 self.in_use.stream = outer
 
 
-class ClockedStreams(Streams):
+class ClockedStreams(SeparateMemory):
     """The streams of a pipeline, each with a clock. Each device has a memory of its own."""
 
     def __init__(self) -> None:
@@ -94,9 +92,6 @@ class ClockedStreams(Streams):
 
     def side(self, device: torch.device, purpose: str) -> Stream:
         return self._clocked(super().side(device, purpose))
-
-    def moves(self, source: torch.device, target: torch.device) -> bool:
-        return source != target
 
 
 class Work:
@@ -134,19 +129,7 @@ class Done(list[Work]):
 @contextmanager
 def clocked(*models: nn.Module, recorder: Any = None) -> Iterator[None]:
     """Give the streams of pipelines clocks for a ``with`` block, and those on ``'cpu:0'``, ... streams that copy."""
-    streams = ClockedStreams()
-    with ExitStack() as stack:
-        for model in models:
-            runs = runs_of(model)
-            if runs is not None:
-                stack.callback(setattr, runs, "streams", runs.streams)
-                stack.callback(setattr, runs, "recorder", runs.recorder)
-                runs.streams, runs.recorder = streams, runs.recorder if recorder is None else recorder
-            for pipeline in (module for module in model.modules() if isinstance(module, GPipe)):
-                mechanisms = pipeline._mechanisms
-                stack.callback(setattr, pipeline, "_mechanisms", mechanisms)
-                mine = mechanisms.recorder if recorder is None else recorder
-                pipeline._mechanisms = replace(mechanisms, streams=streams, recorder=mine)
+    with separate_memory(*models, streams=ClockedStreams(), recorder=recorder):
         yield
 
 

@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 865,
         "skip": 318,
         "processes": 761,
-        "replay": 826,
+        "replay": 821,
         "model": 1067,
         "batch": 1230,
         "norms": 256,
@@ -79,7 +79,7 @@ CAPS = {
         "spine": 1451,
         "run": 1696,
         "pipeline": 848,
-        "front": 1453,
+        "front": 1452,
         "timeline": 516,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1558},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18980
+TOTAL = 18974
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.models.skips import Stash, joined
 from torchgpipe.skip import Namespace, pop, skippable
 
-__all__ = ["amoebanetd", "cells"]
+__all__ = ["amoebanetd", "balance_of_cells", "cells"]
 
 States = tuple[Tensor, ...]
 
@@ -234,6 +234,12 @@ def cells(model: nn.Sequential) -> list[int]:
     own AmoebaNet-D, in which its balances count."""
     names = [name.partition("_")[0] if name.startswith(("stem", "cell")) else "" for name, _ in model.named_children()]
     return [len(list(layers)) for _, layers in groupby(names)]
+
+
+def balance_of_cells(model: nn.Sequential, balance: Sequence[int]) -> list[int]:
+    """Return the number of layers in each partition, given the number of cells."""
+    layers = iter(cells(model))
+    return [sum(next(layers) for _ in range(count)) for count in balance]
 
 
 def _fitting(channels: int, output: int, halve: bool) -> nn.Module:

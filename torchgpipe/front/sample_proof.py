@@ -176,8 +176,8 @@ class SampleProof:
         """The seconds after which a micro-batch that only waits is taken to wait for ever."""
         return 2.0 + 10 * self._plain.seconds
 
-    def run(self) -> Comparison:
-        """Run everything, and return the comparison.
+    def run(self) -> None:
+        """Run everything.
 
         Raises:
             _PlainFails: the plain model does not take the micro-batches.
@@ -209,7 +209,6 @@ class SampleProof:
                     self._compare_pipeline(apart)
                 # What differs in training is told first.
                 comparison.rows += [comparison.rows.pop(begin) for _ in range(begin, end)]
-        return comparison
 
     def _run_apart(self) -> tuple[bool, PlainRun]:
         """Run the plain model on each micro-batch, in training if it can be, or else in evaluation."""

@@ -93,7 +93,7 @@ class RandomStates:
             return ()
         self._last = None if self._between else after
         return tuple(
-            _Draw(generator, old, _hash_of(new))
+            _Draw(generator, old, hash(_bytes_of(new)))
             for generator, old, new, is_moved in zip(self._generators, before, after, moved)
             if is_moved
         )
@@ -135,19 +135,12 @@ def _unseen() -> AbstractContextManager[None]:
 
 def _bytes_of(state: Tensor) -> bytes:
     """Return the bytes of a state, which are cheaper to compare than tensors."""
-    return state.numpy().tobytes()
-
-
-def _hash_of(state: Tensor) -> int:
     with _unseen():
-        return hash(_bytes_of(state))
+        return state.numpy().tobytes()
 
 
 def _is_same(old: Tensor, new: Tensor) -> bool:
-    if old is new:  # Those of Python and NumPy are kept while they last.
-        return True
-    with _unseen():
-        return _bytes_of(old) == _bytes_of(new)
+    return old is new or _bytes_of(old) == _bytes_of(new)  # Those of Python and NumPy are kept while they last.
 
 
 #: Held by a second run that draws from generators which all threads share. A layer may run a pipeline within.
@@ -173,7 +166,7 @@ def _replay(drawn: Drawn) -> Iterator[None]:
 def _verify(draw: _Draw) -> None:
     """Check that a second run has drawn what the first has, or nothing: then another thread drew during the first."""
     (now,) = _states_of([draw.generator])
-    if draw.generator not in OUTSIDE and not _is_same(now, draw.before) and _hash_of(now) != draw.after:
+    if draw.generator not in OUTSIDE and not _is_same(now, draw.before) and hash(_bytes_of(now)) != draw.after:
         raise RuntimeError(
             "recomputation drew other random numbers than the first run; either the layer does not draw the same both "
             "times, or another device or thread drew from the same generator meanwhile: draw on the layer's own device "
