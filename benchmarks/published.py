@@ -5,6 +5,7 @@ comes out of it here: counted or simulated where it needs more devices than ther
 
     memory      parameters and memory of AmoebaNet-D and U-Net (`published_memory.py`)
     bubbles     idle shares of schedules, with the times of four language models (`published_bubbles.py`)
+    schedules   idle shares and memory of schedules by their names (`published_bubbles.py`)
     speed       speed of AmoebaNet-D, ResNet-101 and U-Net (`published_speed.py`)
 
     python -m benchmarks.published    # two minutes, on any machine
@@ -26,6 +27,12 @@ PARTS = {
         "published:bubbles",
         published_bubbles.measure,
         {"idle shares, published and simulated": published_bubbles.published_bubbles},
+        cpu=True,
+    ),
+    "schedules": Part(
+        "published:schedules",
+        published_bubbles.measure_named,
+        {"schedules at equal times, ours and published": published_bubbles.published_schedules},
         cpu=True,
     ),
     "speed": Part(

@@ -12,6 +12,10 @@ Ours are simulated with the published times: `1F1B` as it is, ZB-H1 and interlea
 makes them for these times and for the memory beside them. That shortens the step from the first start to the last end.
 ZB-H2 has more memory than it needs for that, and ends its stages as apart as they begin, so it is written out here. An
 interleaved stage has as many parts as there are layers.
+
+The schedules by their names are simulated at equal times of F, I and W, from the first start to the last end. Published
+beside them are 1F1B, its interleaved kind and ZB-H1, and the schedules of a V (`Pipeline Parallelism with Controllable
+Memory <https://arxiv.org/abs/2405.15362>`_, 2024), as the papers' own programs simulate.
 """
 
 from __future__ import annotations
@@ -21,12 +25,23 @@ from typing import Any, NamedTuple
 
 from benchmarks.program import Progress
 from benchmarks.records import Row, table_of
-from torchgpipe.schedule import Action, Program, Simulation, fastest, program, simulate
+from torchgpipe.schedule import Action, Program, ScheduleName, Simulation, fastest, program, simulate
+from torchgpipe.schedule.programs import usual_places
 
-__all__ = ["SETTINGS", "measure", "published_bubbles"]
+__all__ = ["NAMED", "SETTINGS", "measure", "measure_named", "published_bubbles", "published_schedules"]
 
 
 SCHEDULES = ("1F1B", "interleaved", "ZB-H1", "ZB-H2")
+
+#: By name, for 4, 8 and 16 devices with four micro-batches each: the idle share, and the micro-batches that are kept.
+NAMED: dict[ScheduleName, tuple[tuple[float, float], ...]] = {
+    "1F1B": ((0.158, 4), (0.179, 8), (0.190, 16)),
+    "Interleaved1F1B": ((0.086, 5.5), (0.099, 11.5), (0.105, 23.5)),
+    "ZeroBubble": ((0.059, 4), (0.068, 8), (0.072, 16)),
+    "V-Min": ((0.103, 2), (0.123, 4), (0.133, 6)),
+    "V-Half": ((0.050, 3), (0.081, 5), (0.096, 9)),
+    "ZB-V": ((0.030, 4), (0.035, 8), (0.038, 16)),
+}
 
 
 class Setting(NamedTuple):
@@ -128,3 +143,30 @@ def published_bubbles(result: dict[str, Any]) -> str:
         return text
 
     return table_of(result["rows"], {"model": "model", "n": "n", "m": "m", **{name: both(name) for name in SCHEDULES}})
+
+
+def measure_named(args: argparse.Namespace) -> dict[str, Any]:
+    """Simulate each schedule by its name. Nothing is computed, so the machine does not matter."""
+    rows = []
+    for name, published in NAMED.items():
+        for n, (idle, kept) in zip((4, 8, 16), published):
+            places = usual_places(name, n)
+            simulation = simulate(program(name, 4 * n, places), memory=[n / len(places)] * len(places))
+            ours = {"idle": simulation.bubble, "kept": max(simulation.peaks)}
+            rows.append({"name": name, "n": n, "published": {"idle": idle, "kept": kept}, "ours": ours})
+    return {"unit": "idle share of a step; micro-batches that a device keeps", "rows": rows}
+
+
+def published_schedules(result: dict[str, Any]) -> str:
+    """Return a table of the schedules by their names: ours, and published."""
+
+    def shown(of: Row) -> str:
+        return f"{of['idle']:.1%} ({of['kept']:g})"
+
+    columns: dict[str, Any] = {"schedule": "name"}
+    for n in (4, 8, 16):
+        columns[f"n = {n}: ours, published"] = lambda row, n=n: f"{shown(row[n]['ours'])}, {shown(row[n]['published'])}"
+    rows: dict[str, Row] = {}
+    for row in result["rows"]:
+        rows.setdefault(row["name"], {"name": row["name"]})[row["n"]] = row
+    return table_of([*rows.values()], columns)

@@ -90,6 +90,7 @@ TINY = [
         "",
         "0.2431, 0.2431 (8) | 0.1055, 0.0949 (16) | 0.1585, 0.1585 (8) | 0.1083, 0.1083 (16) |",
     ),
+    ("published", "schedules", "", "8.1% (5), 8.1% (5) "),
     ("published", "speed", "", "| U-Net (5, 64) | 8 | 40 |     3.105 |"),
     ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half "),
     ("schedules", "pipelined_sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| 1F1B "),
