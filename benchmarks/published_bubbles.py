@@ -33,14 +33,17 @@ __all__ = ["NAMED", "SETTINGS", "measure", "measure_named", "published_bubbles",
 
 SCHEDULES = ("1F1B", "interleaved", "ZB-H1", "ZB-H2")
 
-#: By name, for 4, 8 and 16 devices with four micro-batches each: the idle share, and the micro-batches that are kept.
-NAMED: dict[ScheduleName, tuple[tuple[float, float], ...]] = {
-    "1F1B": ((0.158, 4), (0.179, 8), (0.190, 16)),
-    "Interleaved1F1B": ((0.086, 5.5), (0.099, 11.5), (0.105, 23.5)),
-    "ZeroBubble": ((0.059, 4), (0.068, 8), (0.072, 16)),
-    "V-Min": ((0.103, 2), (0.123, 4), (0.133, 6)),
-    "V-Half": ((0.050, 3), (0.081, 5), (0.096, 9)),
-    "ZB-V": ((0.030, 4), (0.035, 8), (0.038, 16)),
+#: The numbers of devices of `NAMED`.
+DEVICES = (4, 8, 16, 32)
+
+#: By name, with four micro-batches for each device: the idle share, and the micro-batches that are kept.
+NAMED: dict[ScheduleName, tuple[tuple[float | None, float], ...]] = {
+    "1F1B": ((0.158, 4), (0.179, 8), (0.190, 16), (0.195, 32)),
+    "Interleaved1F1B": ((0.086, 5.5), (0.099, 11.5), (0.105, 23.5), (0.108, 47.5)),
+    "ZeroBubble": ((0.059, 4), (0.068, 8), (0.072, 16), (0.075, 32)),
+    "V-Min": ((0.103, 2), (0.123, 4), (0.133, 6), (None, 12)),
+    "V-Half": ((0.050, 3), (0.081, 5), (0.096, 9), (0.104, 17)),
+    "ZB-V": ((0.030, 4), (0.035, 8), (0.038, 16), (0.039, 32)),
 }
 
 
@@ -149,7 +152,7 @@ def measure_named(args: argparse.Namespace) -> dict[str, Any]:
     """Simulate each schedule by its name. Nothing is computed, so the machine does not matter."""
     rows = []
     for name, published in NAMED.items():
-        for n, (idle, kept) in zip((4, 8, 16), published):
+        for n, (idle, kept) in zip(DEVICES, published):
             places = usual_places(name, n)
             simulation = simulate(program(name, 4 * n, places), memory=[n / len(places)] * len(places))
             ours = {"idle": simulation.bubble, "kept": max(simulation.peaks)}
@@ -161,10 +164,10 @@ def published_schedules(result: dict[str, Any]) -> str:
     """Return a table of the schedules by their names: ours, and published."""
 
     def shown(of: Row) -> str:
-        return f"{of['idle']:.1%} ({of['kept']:g})"
+        return f"{of['idle']:.1%} ({of['kept']:g})" if of["idle"] is not None else "-"
 
     columns: dict[str, Any] = {"schedule": "name"}
-    for n in (4, 8, 16):
+    for n in DEVICES:
         columns[f"n = {n}: ours, published"] = lambda row, n=n: f"{shown(row[n]['ours'])}, {shown(row[n]['published'])}"
     rows: dict[str, Row] = {}
     for row in result["rows"]:

@@ -63,7 +63,7 @@ from torchgpipe.offload.verify import cycled, verify_fits, verify_home, verify_o
 from torchgpipe.proof.sequential import SequentialProof
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.schedule import Program, Schedule, places_of, program_of, verified
-from torchgpipe.schedule.programs import USUAL, given_or_usual
+from torchgpipe.schedule.programs import usual
 from torchgpipe.skip.verify import verify_skippables
 
 __all__ = ["GPipe"]
@@ -157,7 +157,7 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: CheckpointMode | LayerNames | bool = "except_last",
         deferred_batch_norm: bool = False,
-        schedule: Schedule = USUAL,
+        schedule: Schedule | None = None,
         loss_fn: LossFunction | None = None,
         weight: Weight | None = None,
         reduce: Literal["mean", "sum"] | None = None,
@@ -188,7 +188,7 @@ class GPipe(nn.Module):
         self._loss = loss_fn, weight, reduce
         self._loss_proof = LossProof()
         self._whole = WholeArguments(no_chunk, next(iter(self._layers_of(module).values()), None))
-        self.schedule = given_or_usual(schedule, offload=bool(offload))
+        self.schedule = schedule if schedule is not None else usual(offload=bool(offload))
         self._defers = deferred_batch_norm
         self._unwrapped = False
         self._begun = False

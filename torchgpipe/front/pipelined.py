@@ -37,7 +37,7 @@ from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.together import checksum_of_values
 from torchgpipe.processes.processes import Processes
 from torchgpipe.schedule import Schedule, verified
-from torchgpipe.schedule.programs import APART, USUAL, given_or_usual
+from torchgpipe.schedule.programs import APART, usual
 from torchgpipe.spine.arrange import arrange
 from torchgpipe.spine.move import move
 from torchgpipe.spine.sample import Study
@@ -69,7 +69,7 @@ def pipelined(
     devices: Iterable[Device] | None = None,
     partitions: int | None = None,
     balance: str | Sequence[int] | Mapping[str, int] | Mapping[str, str] = "time",
-    schedule: Schedule = USUAL,
+    schedule: Schedule | None = None,
     loss_fn: Callable[..., Any] | None = None,
     weight: Callable[..., Any] | None = None,
     reduce: str | None = None,
@@ -178,7 +178,7 @@ def pipelined(
             "as torchgpipe.MicroBatches([...]), if mini-batches are never split"
         )
     count = len(window or ()) if chunks is None else verify_chunks(chunks)
-    schedule = verified(given_or_usual(schedule, offload=bool(offload)))
+    schedule = verified(schedule if schedule is not None else usual(offload=bool(offload)))
     limits = verify_offload(offload, slots, pin)
     if offload:
         verify_home(module.named_parameters())

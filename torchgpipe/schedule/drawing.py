@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,13 +27,14 @@ def draw_text(simulation: Simulation, columns: int = 100) -> str:
         columns: the largest number of columns; actions that are too narrow for their names show the first letter only
     """
     margin = len(f"device {len(simulation.starts) - 1} ")
-    shortest = min([end - start for _, start, end in _boxes(simulation)], default=1.0)
-    width = max(len(_name(action)) for row in simulation.starts for action, _ in row) + 1
+    rows = [_spans(simulation, k) for k in range(len(simulation.starts))]
+    shortest = min([end - start for row in rows for _, start, end in row], default=1.0)
+    width = max(len(_name(action)) for row in rows for action, _, _ in row) + 1
     scale = min(width / shortest, (columns - margin) / simulation.seconds)
     lines = []
-    for device in range(len(simulation.starts)):
+    for device, row in enumerate(rows):
         line = ""
-        for action, start, end in _boxes(simulation, device):
+        for action, start, end in row:
             line = line.ljust(round(start * scale), ".")
             room = max(1, round(end * scale) - len(line))
             name = _name(action)
@@ -141,18 +142,13 @@ def _escaped(text: str) -> str:
 
 def boxes_of(simulation: Simulation, device: int) -> list[Box]:
     """Return a box for each action of a device."""
-    return [
-        Box(start, end, str(action.i), str(action), COLOURS[action.kind])
-        for action, start, end in _boxes(simulation, device)
-    ]
+    spans = _spans(simulation, device)
+    return [Box(start, end, str(action.i), str(action), COLOURS[action.kind]) for action, start, end in spans]
 
 
-def _boxes(simulation: Simulation, device: int | None = None) -> Iterator[tuple[Action, float, float]]:
-    """Yield the actions of a device, or of all, with their starts and ends."""
-    rows = simulation.starts if device is None else [simulation.starts[device]]
-    for row in rows:
-        for action, start in row:
-            yield action, start, start + simulation.cost(action)
+def _spans(simulation: Simulation, device: int) -> list[tuple[Action, float, float]]:
+    """Return the actions of a device, with their starts and ends."""
+    return [(action, start, start + simulation.cost(action)) for action, start in simulation.starts[device]]
 
 
 def _name(action: Action) -> str:

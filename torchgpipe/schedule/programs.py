@@ -7,10 +7,10 @@
     LayerMajor, for two partitions on one device, which can do with the weights of one at a time:
               F0F1F2F0b0  F1b1  F2b2  b0  b1  b2
 
-The others are generated (see `fastest`) for equal times of F, I and W, with the placement and the memory of their
-papers. On d devices with v partitions each, a device keeps at most so many cells:
+Interleaved1F1B goes round d devices v times, and runs d micro-batches of each partition after each other; a device
+keeps d v cells at most. The others are generated (see `fastest`) for equal times of F, I and W, with the placement and
+the memory of their papers:
 
-    Interleaved1F1B    d v           backward in one piece
     ZeroBubble         d v           each device has neighbouring partitions, or they go round the devices
     V-Min              2 (d+4)//3    partitions are placed like a V, so that the last device turns micro-batches back:
     V-Half             2 (d+2)//2
@@ -23,7 +23,8 @@ Sources:
 - GPipe: Y. Huang et al., `GPipe <https://arxiv.org/abs/1811.06965>`_, 2018.
 - 1F1B: D. Narayanan et al., `PipeDream <https://arxiv.org/abs/1806.03377>`_, 2018, with a flush after each step.
 - Interleaved1F1B: D. Narayanan et al., `Efficient Large-Scale Language Model Training on GPU Clusters
-  <https://arxiv.org/abs/2104.04473>`_, 2021, whose written order keeps half as much again.
+  <https://arxiv.org/abs/2104.04473>`_, 2021, which keeps half as much again; that it need not was shown by X. Wan et
+  al., `PipeOffload <https://arxiv.org/abs/2503.01328>`_, 2025.
 - ZeroBubble: the memory of schedule H1 of P. Qi et al., `Zero Bubble Pipeline Parallelism
   <https://arxiv.org/abs/2401.10241>`_, 2023.
 - V-Min, V-Half, ZB-V: P. Qi et al., `Pipeline Parallelism with Controllable Memory
@@ -38,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
 from torchgpipe.schedule.action import Action, Kind, Program, verify
 from torchgpipe.schedule.clock import clock_cycles
@@ -50,14 +51,12 @@ __all__ = [
     "NAMES",
     "RESIDENT",
     "SPLITTING",
-    "USUAL",
     "Schedule",
     "ScheduleName",
-    "fill_drain",
-    "given_or_usual",
     "places_of",
     "program",
     "program_of",
+    "usual",
     "usual_places",
     "verified",
 ]
@@ -80,7 +79,7 @@ _OF_A_V: dict[str, Callable[[int], int]] = {
 #: The schedules that run backward in two halves.
 SPLITTING = ("ZeroBubble", *_OF_A_V)
 
-#: The schedules whose programs are generated, for equal times.
+#: The schedules for which a program can be fitted to times.
 GENERATED = ("Interleaved1F1B", *SPLITTING)
 
 #: The schedules in which neighbouring partitions on one device run at different times, and not as one partition.
@@ -90,21 +89,9 @@ APART = (*_OF_A_V, "LayerMajor")
 Schedule: TypeAlias = ScheduleName | Program | Callable[[int, Sequence[int]], Program]
 
 
-class _Usual(str):
-    """A name that was not given, but is what a signature shows."""
-
-    __slots__ = ()
-
-
-#: The schedule if none is given. It equals '1F1B', and `given_or_usual` tells it from that.
-USUAL: ScheduleName = cast(ScheduleName, _Usual("1F1B"))
-
-
-def given_or_usual(schedule: Schedule, *, offload: bool) -> Schedule:
-    """Return the schedule that was given; if none was, LayerMajor for weights in host memory, or else 1F1B."""
-    if isinstance(schedule, _Usual):
-        return "LayerMajor" if offload else "1F1B"
-    return schedule
+def usual(*, offload: bool) -> ScheduleName:
+    """Return the schedule if none is given: LayerMajor for weights in host memory, or else 1F1B."""
+    return "LayerMajor" if offload else "1F1B"
 
 
 def verified(schedule: Schedule) -> Schedule:
@@ -236,23 +223,18 @@ def _one_block_each(name: str, devices: Sequence[int]) -> None:
         )
 
 
-def fill_drain(m: int, places: Sequence[int]) -> list[list[Action]]:
+def _fill_drain(m: int, places: Sequence[int]) -> list[list[Action]]:
     """Return all forward in the order of the clock cycles, then all backward in the reverse order.
 
-    Autograd runs it. The program ``'GPipe'`` differs where neighbouring partitions are on one device, which it runs one
-    after the other.
+    So autograd runs them.
 
     Args:
         m: the number of micro-batches
         places: the index of the device of each partition
     """
-    cells = [cell for clock in clock_cycles(m, len(places)) for cell in clock]
-    program: list[list[Action]] = [[] for _ in set(places)]
-    for i, j in cells:
-        program[places[j]].append(Action("F", i, j))
-    for i, j in reversed(cells):
-        program[places[j]].append(Action("B", i, j))
-    return program
+    forward = [Action("F", i, j) for clock in clock_cycles(m, len(places)) for i, j in clock]
+    backward = [Action("B", i, j) for _, i, j in reversed(forward)]
+    return [[action for action in forward + backward if places[action.j] == k] for k in range(1 + max(places))]
 
 
 def _one_f_one_b(m: int, devices: Sequence[int]) -> list[list[Action]]:
@@ -274,13 +256,37 @@ def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Itera
 
 
 def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return what is fastest in the memory of as many micro-batches as there are devices."""
+    """Return forward and backward in turn, each for as many micro-batches of a partition as there are devices.
+
+    Forward of a device starts every three units of time, and so does backward, which the last device begins right
+    after its first forward of the last partition. That order alone is what devices follow: here of device 0 of two,
+    with partitions 0 and 2, as (i, j). ::
+
+        F(0,0) F(1,0) F(0,2) F(1,2) B(0,2) F(2,0) B(1,2) F(3,0) B(0,0) F(2,2) B(1,0) F(3,2) ...
+
+    If the number of devices does not divide the number of micro-batches, it is what is fastest in that memory.
+    """
     if not _goes_round(devices):
         raise ValueError(
             f"Interleaved1F1B wants partitions that go round the devices, 0, 1, ..., 0, 1, ..., but they are on "
             f"devices {list(devices)}; give devices=[a, b, a, b], for instance"
         )
-    return fastest(m, devices, limits=len(devices), split=False)
+    n, d = len(devices), 1 + max(devices)
+    if m % d:
+        return fastest(m, devices, limits=n, split=False)
+
+    def start(action: Action) -> tuple[int, bool]:
+        kind, i, k = action
+        backward = kind == "B"
+        turn, passed = divmod(n - 1 - k if backward else k, d)
+        first = 3 * (n - d) + d + 2 * passed if backward else passed
+        return first + 3 * (i // d * n + turn * d + i % d), backward
+
+    kinds: tuple[Kind, ...] = ("F", "B")
+    return [
+        sorted([Action(kind, i, k) for kind in kinds for k in range(j, n, d) for i in range(m)], key=start)
+        for j in range(d)
+    ]
 
 
 def _goes_round(devices: Sequence[int]) -> bool:
@@ -322,7 +328,7 @@ def _layer_major(m: int, places: Sequence[int]) -> list[list[Action]]:
 
 
 _MAKERS: dict[str, Callable[[int, Sequence[int]], list[list[Action]]]] = {
-    "GPipe": fill_drain,
+    "GPipe": _fill_drain,
     "1F1B": _one_f_one_b,
     "Interleaved1F1B": _interleaved,
     "ZeroBubble": _zero_bubble,
