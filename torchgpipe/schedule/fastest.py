@@ -1,6 +1,7 @@
 """Make the fastest program for any placement, times and memory; without a solver, a thread or a random number.
 
-    1. A pattern: when one micro-batch runs its actions, so that all can do the same, one after the other.
+    1. A pattern: when one micro-batch runs its actions, so that all can do the same, one after the other. Where
+       partitions go round the devices, also 1F1B in groups of micro-batches.
     2. Sweeps over that order, until nothing idles that need not.
     3. So for a few stretches of the pattern, and slacks of the sweeps, with few micro-batches; with all for the best.
 
@@ -17,7 +18,7 @@ from torchgpipe.schedule.action import Action
 from torchgpipe.schedule.bound import least_time
 from torchgpipe.schedule.pattern import shortest_pattern
 from torchgpipe.schedule.simulation import COSTS, Costs, Memory, Terms, Transfer
-from torchgpipe.schedule.sweep import Arrangement, arranged, improved
+from torchgpipe.schedule.sweep import Arrangement, improved, in_groups, in_turn
 from torchgpipe.schedule.work import EPSILON, Work, work_of
 
 __all__ = ["fastest"]
@@ -28,6 +29,8 @@ _TRIES = (
     *((0.0, _STRICT), (1.0, _HOT), (2.0, _WARM), (0.5, _HOT), (0.0, (1.0, 0.5, 0.0))),
     *((2.0, _HOT), (1.0, _WARM), (0.5, _WARM), (0.0, _WARM), (0.5, _STRICT)),
 )
+#: The same of groups, which have no stretch.
+_GROUPS = ((None, _STRICT), (None, _HOT))
 
 #: Orders are tried with about so many actions or more; of large programs fewer, but not fewer than so many.
 _FEW, _ACTIONS, _FEWEST = 700, 40_000, 4
@@ -83,17 +86,19 @@ def fastest(
 
     @cache
     def tried(k: int, count: int) -> Arrangement:
-        stretch, slacks = _TRIES[k]
-        begun = arranged(of_first(count), *pattern(stretch))
+        stretch, slacks = tries[k]
+        begun = in_groups(of_first(count)) if stretch is None else None
+        begun = begun or in_turn(of_first(count), *pattern(stretch or 0.0))
         return improved(of_first(count), begun, slacks, least(count))
 
     @cache
     def pattern(stretch: float) -> tuple[list[float], float]:
         return shortest_pattern(work, stretch)
 
-    nodes = len(actions) // m
-    few = min(m, max(2 * (1 + max(places)), _FEW // nodes))
-    made = _best(tried, least, m, few, tries=max(_FEWEST, _ACTIONS // (few * nodes)))
+    nodes, lap = len(actions) // m, 2 * (1 + max(places))
+    few = min(m, lap * max(1, _FEW // (nodes * lap)))  # Groups of as many micro-batches as there are devices.
+    tries = [*_GROUPS * (in_groups(work) is not None), *_TRIES[: max(_FEWEST, _ACTIONS // (few * nodes))]]
+    made = _best(tried, least, m, few, len(tries))
     return [[actions[a] for a in row] for row in made.rows]
 
 
@@ -110,7 +115,7 @@ def _best(
         tries: how many orders to try
     """
     times: list[float] = []
-    for k in range(len(_TRIES[:tries])):
+    for k in range(tries):
         times.append(round(tried(k, few).seconds, 6))  # Versions of Python round sums in different ways.
         if tried(k, few).seconds <= least(few) and (made := tried(k, m)).seconds <= least(m):
             return made

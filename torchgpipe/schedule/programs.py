@@ -7,10 +7,10 @@
     LayerMajor, for two partitions on one device, which can do with the weights of one at a time:
               F0F1F2F0b0  F1b1  F2b2  b0  b1  b2
 
-Interleaved1F1B goes round d devices v times, and runs d micro-batches of each partition after each other; a device
-keeps d v cells at most. The others are generated (see `fastest`) for equal times of F, I and W, with the placement and
-the memory of their papers:
+The others are generated (see `fastest`) for equal times of F, I and W, with the placement and the memory of their
+papers. On d devices with v partitions each, a device keeps at most so many cells:
 
+    Interleaved1F1B    d v           backward in one piece
     ZeroBubble         d v           each device has neighbouring partitions, or they go round the devices
     V-Min              2 (d+4)//3    partitions are placed like a V, so that the last device turns micro-batches back:
     V-Half             2 (d+2)//2
@@ -79,7 +79,7 @@ _OF_A_V: dict[str, Callable[[int], int]] = {
 #: The schedules that run backward in two halves.
 SPLITTING = ("ZeroBubble", *_OF_A_V)
 
-#: The schedules for which a program can be fitted to times.
+#: The schedules whose programs are generated, for equal times.
 GENERATED = ("Interleaved1F1B", *SPLITTING)
 
 #: The schedules in which neighbouring partitions on one device run at different times, and not as one partition.
@@ -256,37 +256,13 @@ def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Itera
 
 
 def _interleaved(m: int, devices: Sequence[int]) -> list[list[Action]]:
-    """Return forward and backward in turn, each for as many micro-batches of a partition as there are devices.
-
-    Forward of a device starts every three units of time, and so does backward, which the last device begins right
-    after its first forward of the last partition. That order alone is what devices follow: here of device 0 of two,
-    with partitions 0 and 2, as (i, j). ::
-
-        F(0,0) F(1,0) F(0,2) F(1,2) B(0,2) F(2,0) B(1,2) F(3,0) B(0,0) F(2,2) B(1,0) F(3,2) ...
-
-    If the number of devices does not divide the number of micro-batches, it is what is fastest in that memory.
-    """
+    """Return what is fastest in the memory of as many micro-batches as there are devices."""
     if not _goes_round(devices):
         raise ValueError(
             f"Interleaved1F1B wants partitions that go round the devices, 0, 1, ..., 0, 1, ..., but they are on "
             f"devices {list(devices)}; give devices=[a, b, a, b], for instance"
         )
-    n, d = len(devices), 1 + max(devices)
-    if m % d:
-        return fastest(m, devices, limits=n, split=False)
-
-    def start(action: Action) -> tuple[int, bool]:
-        kind, i, k = action
-        backward = kind == "B"
-        turn, passed = divmod(n - 1 - k if backward else k, d)
-        first = 3 * (n - d) + d + 2 * passed if backward else passed
-        return first + 3 * (i // d * n + turn * d + i % d), backward
-
-    kinds: tuple[Kind, ...] = ("F", "B")
-    return [
-        sorted([Action(kind, i, k) for kind in kinds for k in range(j, n, d) for i in range(m)], key=start)
-        for j in range(d)
-    ]
+    return fastest(m, devices, limits=len(devices), split=False)
 
 
 def _goes_round(devices: Sequence[int]) -> bool:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
+from statistics import fmean
 from typing import NamedTuple
 
 from torchgpipe.schedule.work import EPSILON, FULL, Work
 
-__all__ = ["Arrangement", "arranged", "improved"]
+__all__ = ["Arrangement", "improved", "in_groups", "in_turn"]
 
 
 class Arrangement(NamedTuple):
@@ -32,7 +34,7 @@ class Arrangement(NamedTuple):
     """
 
     rows: list[list[int]]
-    starts: list[float]
+    starts: Sequence[float]
     seconds: float
 
     def reversed(self, work: Work) -> Arrangement:
@@ -43,7 +45,15 @@ class Arrangement(NamedTuple):
         return Arrangement(rows, starts[::-1], self.seconds)
 
 
-def arranged(work: Work, starts: Sequence[float], period: float) -> Arrangement:
+def arranged(work: Work, starts: Sequence[float]) -> Arrangement:
+    """Return the order of actions that start at such times."""
+    rows: list[list[int]] = [[] for _ in range(1 + max(work.device))]
+    for a in sorted(range(len(starts)), key=starts.__getitem__):
+        rows[work.device[a]].append(a)
+    return Arrangement(rows, starts, 0.0)
+
+
+def in_turn(work: Work, starts: Sequence[float], period: float) -> Arrangement:
     """Return the order in which all micro-batches do the same, a period after each other.
 
     Args:
@@ -51,11 +61,39 @@ def arranged(work: Work, starts: Sequence[float], period: float) -> Arrangement:
         starts: for each node, its start
         period: the time from a micro-batch to the next
     """
-    begun = [start + i * period for start in starts for i in range(work.m)]
-    rows: list[list[int]] = [[] for _ in range(1 + max(work.device))]
-    for a in sorted(range(len(begun)), key=begun.__getitem__):
-        rows[work.device[a]].append(a)
-    return Arrangement(rows, begun, 0.0)
+    return arranged(work, [start + i * period for start in starts for i in range(work.m)])
+
+
+def in_groups(work: Work) -> Arrangement | None:
+    """Return forward and backward in turn, each of as many micro-batches of a partition as there are devices.
+
+    A device has forward and backward of a micro-batch in each unit of time, and backward begins on the last device
+    right after the first forward of the last partition. Here device 0 of two, with partitions 0 and 2, as (i, j)::
+
+        F(0,0) F(1,0) F(0,2) F(1,2) B(0,2) F(2,0) B(1,2) F(3,0) B(0,0) F(2,2) B(1,0) F(3,2) ...
+
+    That is 1F1B of one partition for each device, and its interleaved kind of several, in the memory of 1F1B: of
+    X. Wan et al., `PipeOffload <https://arxiv.org/abs/2503.01328>`_, 2025.
+
+    Returns:
+        None if partitions do not go round the devices, or a device has no memory for it
+    """
+    m, n, d = work.m, work.n, 1 + max(work.device)
+    if n % d or any(work.device[k * m] != k % d for k in range(n)):
+        return None
+    means = [fmean(work.seconds[a : a + m]) for a in range(0, len(work.device), m)]
+    forward = max(means[:n])
+    unit = forward + sum(means[n:]) / n
+    starts = list[float]()
+    for k in range(len(means)):
+        j = work.partition(k)
+        turn, passed = divmod(j if k < n else n - 1 - j, d)
+        begun = passed * forward if k < n else unit * (n - d) + d * forward + passed * (unit - forward)
+        # Rounded, as versions of Python round sums in different ways. Of equal times, what others need comes first.
+        starts += [round(begun + unit * (i // d * n + turn * d + i % d), 6) for i in range(m)]
+    made = arranged(work, starts)
+    held = [accumulate([change for a in row for change in (work.rise[a], -work.fall[a])]) for row in made.rows]
+    return made if max(map(max, held)) <= FULL else None
 
 
 def improved(work: Work, made: Arrangement, slacks: Sequence[float], least: float) -> Arrangement:
