@@ -7,14 +7,13 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.ready-clients
 
-.PHONY: help demo test late quick rounding coverage lint format types bench gpu notebooks docs clean
+.PHONY: help demo test late quick coverage lint format types bench gpu notebooks docs clean
 
 help:
 	@echo "make demo      train a language model with and without a pipeline, and show four devices side by side"
 	@echo "make test      run the tests (make test ARGS='-k copy' runs some)"
 	@echo "make late      build the accelerator of tests/late, which make test does as well, where a C++ compiler is there"
 	@echo "make quick     run the quick ones, in less than a minute: on one device, without processes and compilers"
-	@echo "make rounding  run those that compare, with products that round differently with their number of rows"
 	@echo "make coverage  run the tests, and list the lines that they leave out, at most 5%"
 	@echo "make lint      check the style; make format mends it"
 	@echo "make types     check the types"
@@ -51,13 +50,6 @@ late: $(READY)
 
 quick: $(CLIENTS)
 	$(RUN) -m pytest --quick --hypothesis-profile quick $(PARALLEL) $(ARGS)
-
-# A pipeline is compared with the plain model in these.
-COMPARING = $(addprefix tests/,test_rounding.py test_transparency.py cell/test_checkpoint.py gpipe \
-	compat/test_pipe.py test_docs.py practice/test_modes.py)
-
-rounding: $(CLIENTS)
-	$(RUN) -m pytest --rounding $(PARALLEL) $(COMPARING) $(ARGS)
 
 coverage: $(CLIENTS)
 	$(RUN) -m coverage erase

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +50,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rounding", action="store_true", help="let products round differently with their number of rows")
     parser.addoption("--quick", action="store_true", help="leave out what is marked slow, and the runs with workers")
     parser.addoption("--late", action="store_true", help="run what is marked late, on that accelerator, and only that")
 
@@ -61,10 +60,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # process, so other tests, which expect none, run without it.
         os.environ.setdefault("LATE_MEMORY", "512")  # MiB, so that a test can fill it
         late.load()
-    if config.getoption("--rounding"):
-        stack = ExitStack()
-        stack.enter_context(rounding())
-        config.add_cleanup(stack.close)
 
 
 class Devices(Protocol):
@@ -117,6 +112,16 @@ def pipe(devices: Devices) -> Pipe:
         return GPipe(module, balance, **options)
 
     return wrap
+
+
+@pytest.fixture(scope="module")
+def rounded() -> Iterator[None]:
+    """Let products round differently with their number of rows, so that no comparison counts on one kind of CPU.
+
+    Not on `late`, whose streams are threads that cannot wait for the interpreter.
+    """
+    with nullcontext() if late.loaded() else rounding():
+        yield
 
 
 @pytest.fixture

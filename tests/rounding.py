@@ -1,4 +1,4 @@
-"""Products whose rows round differently with their number, as on some processors: ``pytest --rounding``.
+"""Products whose rows round differently with their number, as on some processors: the fixture ``rounded``.
 
 A row of a matrix product may round differently if there are more rows beside it, because a kernel for another size
 sums the terms in another order. This depends on the processor, so a test that compares a mini-batch with its

@@ -60,7 +60,7 @@ THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 CAPS = {
     "torchgpipe": {
         "devices": 651,
-        "schedule": 863,
+        "schedule": 872,
         "skip": 318,
         "processes": 761,
         "replay": 821,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 562, "planning": 1558},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18972
+TOTAL = 18981
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -20,6 +20,8 @@ from tests.conftest import with_accelerators
 from tests.test_public import PUBLIC, named
 from torchgpipe.schedule import program, simulate
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 ROOT = Path(torchgpipe.__file__).parent.parent
 MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 RST = sorted(path for path in (ROOT / "docs").rglob("*.rst") if "_build" not in path.parts)

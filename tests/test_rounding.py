@@ -1,8 +1,8 @@
-"""With the switch `--rounding`, rows of a product round differently with their number."""
+"""Under the fixture `rounded`, rows of a product round differently with their number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.rounding import rounding
-
-
-@pytest.fixture(autouse=True)
-def _rounding() -> Iterator[None]:
-    with rounding():
-        yield
+pytestmark = pytest.mark.usefixtures("rounded")
 
 
 def attention(x: Tensor) -> Tensor:

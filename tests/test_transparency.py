@@ -21,6 +21,8 @@ from tests.plain import assert_same, outcome, run_plain
 from tests.random_pipelines import Context, cases, make_exact
 from tests.recipes import Double
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 executors = pytest.mark.parametrize("executor", ["call", "step"])
 kinds = pytest.mark.parametrize("layers", ["any", "skips"])
 worlds = pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.late)], ids=["host", "late"])

@@ -17,6 +17,8 @@ from tests.faults import Cell, Plan, build, rows
 from tests.graph import graph
 from torchgpipe import GPipe
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 
 def kinds(output: Tensor) -> Counter[str]:
     return Counter(type(node).__name__ for node in graph(output))

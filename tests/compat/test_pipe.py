@@ -25,6 +25,8 @@ from tests.skip.layers import pair
 from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.pipe import LocalRRef, NoChunk, Pipe, PipeSequential, WithDevice
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 MODES = ["always", "except_last", "never"]
 
 

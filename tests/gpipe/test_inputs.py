@@ -19,6 +19,8 @@ from tests.layers import Apply
 from tests.plain import assert_same, outcome, plain_outcome
 from torchgpipe import NoChunk
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 Pair = namedtuple("Pair", ["first", "second"])
 
 

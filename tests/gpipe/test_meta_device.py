@@ -14,6 +14,8 @@ from tests.conftest import Pipe
 from tests.gpipe.helpers import make_input, make_model
 from torchgpipe import GPipe
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 
 @pytest.mark.parametrize(
     "layer",

@@ -23,6 +23,8 @@ from tests.plain import assert_same, outcome
 from torchgpipe import GPipe
 from torchgpipe.pipe import Pipe as RemovedPipe
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 # Layers and attributes
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.conftest import Pipe
 from tests.gpipe.helpers import make_input, make_model
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 
 def test_names_are_those_of_the_wrapped_model_for_every_balance(pipe: Pipe) -> None:
     module = nn.Sequential(

@@ -13,6 +13,8 @@ from tests.conftest import Pipe
 from tests.layers import Apply, Using
 from tests.skip.layers import Pop, Stash
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 def test_all_is_compared_and_nothing_left_behind(pipe: Pipe, mode: str) -> None:

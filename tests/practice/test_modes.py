@@ -15,6 +15,8 @@ from tests.conftest import Pipe
 from tests.layers import Using
 from tests.plain import assert_same, outcome, plain_outcome
 
+pytestmark = pytest.mark.usefixtures("rounded")
+
 LAYERS = [nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh()]
 
 
