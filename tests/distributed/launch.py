@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import traceback
@@ -19,13 +20,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import late
+
 __all__ = ["Crash", "launch"]
 
 # the server of `torch.multiprocessing`
 _SERVER = multiprocessing.get_context("forkserver")
-# Also what PyTorch imports when it first needs fake tensors, which takes longer than most tests.
+# Also what PyTorch imports when it first needs fake tensors, and the clients that tests train, if they are installed:
+# in each process, that would take longer than the tests.
 _FAKE = ["torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
-_SERVER.set_forkserver_preload(["torchgpipe.distributed", "tests.conftest", "tests.distributed.launch", *_FAKE])
+_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
+_CLIENTS = ["tests.pipelined.helpers", "transformers.trainer", *_MODELS, "accelerate", "lightning", "peft"]
+_OURS = ["torchgpipe.distributed", "tests.conftest", "tests.distributed.launch"]
+_SERVER.set_forkserver_preload([*_OURS, *_FAKE, *([] if late.loaded() else _CLIENTS)])
+
+
+@functools.cache
+def _start_server() -> None:
+    """Wait until the server has imported everything, which counts in no limit."""
+    process = _SERVER.Process(target=int)
+    process.start()
+    process.join()
 
 
 class Crash(AssertionError):
@@ -54,6 +69,7 @@ def launch(
     Raises:
         Crash: a process raised an exception, or hangs.
     """
+    _start_server()
     with TemporaryDirectory() as folder:
         pipes = [_SERVER.Pipe(duplex=False) for _ in range(n)]
         each = [(rank, n, folder, timeout, victim is None, pipes[rank][1], function, args) for rank in range(n)]
