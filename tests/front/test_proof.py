@@ -373,9 +373,8 @@ def test_how_numbers_are_joined_is_found_by_value_and_gradient(
     same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("name", ["labels", "targets"])
 @pytest.mark.parametrize("shift", ["no", "sliced", "padded", "rows"])
-@pytest.mark.parametrize(("rows", "verify"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("name", "rows", "verify"), [("labels", 1, True), ("targets", 2, True), ("labels", 2, False)])
 def test_which_labels_weigh_a_loss_is_found_whatever_they_are_called(
     name: str, shift: str, rows: int, verify: bool
 ) -> None:
