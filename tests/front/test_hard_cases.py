@@ -99,9 +99,7 @@ def test_parameters_are_replaced_and_frozen_between_forward_and_backward() -> No
 
 @pytest.mark.on_late
 @pytest.mark.parametrize("when", ["together", "before", "after"])
-@pytest.mark.parametrize("way", ["hook", "attribute", "list"])
-@pytest.mark.parametrize("layer", [0, 3])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("way", "layer", "n"), [("hook", 0, 2), ("hook", 3, 1), ("attribute", 3, 2), ("list", 0, 1)])
 def test_a_loss_that_leaves_the_model_beside_its_output(
     n: int, layer: int, way: str, when: str, devices: Devices
 ) -> None:
