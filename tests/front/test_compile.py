@@ -31,8 +31,7 @@ def by_wrapping(model: Any, graphs: Graphs) -> None:
         model.layers[k] = torch.compile(layer, backend=graphs, fullgraph=True)
 
 
-@pytest.mark.parametrize("compiled", [by_method, by_wrapping])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("compiled", "when"), [(by_method, "before"), (by_wrapping, "after")])
 def test_compiled_blocks(compiled: Callable[[Any, Graphs], None], when: str) -> None:
     model, data = decoder(), batch()
     plain = copy.deepcopy(model)
@@ -112,12 +111,15 @@ def of_layers(function: Callable[..., Tensor]) -> nn.Module:
     return nn.Sequential(*[Inside(function) for _ in range(4)])
 
 
-COMPILED: list[tuple[Callable[[Any], nn.Module], Callable[..., Tensor], str]] = [
-    (of_layers, squash, "eager"),
-    (of_layers, squash, "aot_eager"),
-    (Between, squash, "eager"),
-    (Between, squash, "aot_eager"),
-    (Between, gated, "eager"),
+#: The model, the function, the backend of the compiler, whether all is one graph, and the devices.
+COMPILED: list[tuple[Callable[[Any], nn.Module], Callable[..., Tensor], str, bool, list[str]]] = [
+    (of_layers, squash, "eager", True, ["cpu"]),
+    (of_layers, squash, "aot_eager", False, TWO),
+    (Between, squash, "eager", False, TWO),
+    (Between, squash, "eager", True, ["cpu"]),
+    (Between, squash, "aot_eager", True, TWO),
+    (Between, gated, "eager", True, TWO),
+    (Between, gated, "eager", False, ["cpu"]),
 ]
 
 
@@ -133,9 +135,7 @@ def trained_in(model: Any, plain: nn.Module, **arguments: Any) -> None:
     same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("devices", [["cpu"], TWO])
-@pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize(("make", "function", "backend"), COMPILED)
+@pytest.mark.parametrize(("make", "function", "backend", "fullgraph", "devices"), COMPILED)
 def test_a_compiled_function(make: Any, function: Any, backend: str, fullgraph: bool, devices: list[str]) -> None:
     """The compiler traced the mode that looks at operations, and kept the ids and numbers that it found there."""
     plain = make(function).double()
