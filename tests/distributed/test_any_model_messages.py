@@ -91,8 +91,7 @@ def test_what_crosses_is_sent_once_and_blocks_of_other_processes_never_run() -> 
     assert first[2] == last[2] == 0
 
 
-@pytest.mark.parametrize("way", ["step", "call"])
-@pytest.mark.parametrize("partitions", [N, 2 * N])
+@pytest.mark.parametrize(("partitions", "way"), [(N, "call"), (2 * N, "step")])
 def test_micro_batches_with_other_crossings(partitions: int, way: str) -> None:
     """Each process once expected what crossed in the micro-batch before, and got something else."""
     skips = (1, 2)
