@@ -15,7 +15,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.accelerator import LATE
 from tests.conftest import Pipe
 from tests.plain import assert_same, outcome, run_plain
 from tests.random_pipelines import Context, cases, make_exact
@@ -31,7 +30,6 @@ worlds = pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest
 @worlds
 @kinds
 @executors
-@settings(max_examples=(1 if LATE else 2) * settings.default.max_examples)
 @given(data=st.data())
 def test_any_model_gives_what_the_plain_model_gives(
     executor: str, layers: str, late: bool, data: st.DataObject
