@@ -1,18 +1,17 @@
 """Split layers into consecutive partitions, optimally, by the cost of each layer.
 
 A pipeline is as fast as its slowest partition, so the largest load counts first. Among the splits with the smallest
-largest load, the loads are to be as even as possible. `split.py` finds such a split.
+largest load, the loads are to be as even as possible. `split.py` finds it.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable
+from itertools import pairwise
 
-from torchgpipe_balancing.split import best_split
+from torchgpipe_balancing.split import best_split, sums_between
 
 __all__ = ["check_partitions", "partition"]
 
@@ -75,16 +74,11 @@ def partition(
             raise ValueError(f"{name} has {len(numbers)} numbers, for {count} {of}")
 
     slowness = [max(speed) / factor for factor in speed] if speed else [1.0] * n
-    cuts = best_split(cost, slowness, None if size is None or limit is None else _farthest(size, limit))
+    sums = sums_between(size or [])
+    cuts = best_split(cost, slowness, None if limit is None else [sums <= room for room in limit])
     if cuts is None:
         raise ValueError(f"sizes do not fit into limits: {_misfit(size or [], limit or [])}")
     return [end - start for start, end in pairwise(cuts)]
-
-
-def _farthest(sizes: Sequence[float], limits: Sequence[float]) -> Callable[[int, int], int]:
-    """Return a function that returns the farthest cut up to which layers fit, given a partition and its first cut."""
-    sums = list(accumulate(sizes, initial=0.0))
-    return lambda j, start: bisect_right(sums, sums[start] + limits[j]) - 1
 
 
 def check_partitions(layers: int, partitions: int) -> None:

@@ -13,18 +13,19 @@ what fits may be missed. Predictions are some per cent off, and the best few can
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
 
 from torchgpipe.schedule import ScheduleName, program
 from torchgpipe.schedule.programs import GENERATED, RESIDENT, usual_places
 from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.problem import Choice, Device, FittedSchedule, Outcome, Problem
-from torchgpipe_balancing.split import best_split
+from torchgpipe_balancing.split import best_split, sums_between
 
 __all__ = [
     "Candidate",
@@ -196,35 +197,31 @@ def _balance_within(
         more: bytes that each device has beside its memory
     """
     layers, held = problem.layers, _micro_batches_held(problem)
-    kept = list(accumulate([layer.kept + layer.waiting for layer in layers], initial=0.0))
-    least = list(accumulate([*[min(layer.kept, layer.input) for layer in layers[:-1]], layers[-1].kept], initial=0.0))
-    state = list(accumulate([layer.state for layer in layers], initial=0.0))
-
-    def farthest(j: int, start: int) -> int:
-        """Return the farthest end of a partition, if all partitions of its device have the same layers."""
-        place = problem.places[j]
+    again = np.array([*[layer.again for layer in layers], 0.0])[:, None]
+    kept = again + sums_between([layer.kept + layer.waiting for layer in layers])
+    if recomputes:
+        least = again + sums_between([*[min(layer.kept, layer.input) for layer in layers[:-1]], layers[-1].kept])
+        room = np.maximum.accumulate(np.triu([0.0, *[layer.kept for layer in layers]], k=1), axis=1)
+    state = sums_between([layer.state for layer in layers])
+    fits = []
+    for place in problem.places:
+        # All partitions of a device are taken to have the same layers.
         alike = [held[k] for k, other in enumerate(problem.places) if other == place]
-
-        def need(end: int) -> float:
-            activations = sum(alike) * (layers[start].again + kept[end] - kept[start])
-            if recomputes:
-                room = max([layer.kept for layer in layers[start:end]])
-                activations = min(activations, sum(alike) * (layers[start].again + least[end] - least[start]) + room)
-            return activations + len(alike) * (state[end] - state[start])
-
-        return start + bisect_right(range(start + 1, len(layers) + 1), problem.devices[place].memory + more, key=need)
-
-    return _balance(problem, recomputed, cache(farthest))
+        need = sum(alike) * kept
+        if recomputes:
+            need = np.minimum(need, sum(alike) * least + room)
+        fits.append(need + len(alike) * state <= problem.devices[place].memory + more)
+    return _balance(problem, recomputed, fits)
 
 
 def _balance(
-    problem: Problem, recomputed: Collection[int] = (), farthest: Callable[[int, int], int] | None = None
+    problem: Problem, recomputed: Collection[int] = (), fits: Sequence[Any] | None = None
 ) -> tuple[int, ...] | None:
     """Return the balance whose partitions take equally long, if these layers are recomputed; see `best_split`."""
     seconds = [layer.forward + layer.backward for layer in problem.layers]
     for k in recomputed:
         seconds[k] += _seconds_again(problem, k)
-    cuts = best_split(seconds, [problem.devices[place].slowness for place in problem.places], farthest)
+    cuts = best_split(seconds, [problem.devices[place].slowness for place in problem.places], fits)
     return None if cuts is None else tuple([end - start for start, end in pairwise(cuts)])
 
 
