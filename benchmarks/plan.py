@@ -21,6 +21,7 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.plan_models import FAMILIES, plan_of
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import Row, aim, spread, table_of
+from tests.balancing.planning.peaks import activation_peaks
 
 __all__ = ["PARTS"]
 
@@ -35,6 +36,7 @@ def answer(peer: str, request: Request) -> Answer:
     """Plan for a model and run the plan; return what was chosen, predicted and measured."""
     about, plan = plan_of(request)
     check = plan.check(about.model, steps=request["steps"])
+    predicted, held = activation_peaks(plan, about.model)
     return {
         "layers": sum(plan.balance),
         "batch": about.batch,
@@ -45,8 +47,8 @@ def answer(peer: str, request: Request) -> Answer:
         "predicted": check.predicted,
         "measured": check.seconds,
         "steps": list(check.measured),
-        "predicted_bytes": list(check.predicted_bytes),
-        "measured_bytes": list(check.measured_bytes),
+        "predicted_bytes": predicted,
+        "measured_bytes": held,
     }
 
 

@@ -50,11 +50,11 @@ from benchmarks.peers import Answer, Request, running, serve
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import KIB, Row, aim, named_way, spread, table_of
 from benchmarks.tiny_steps import Chain, mean
+from tests.held import HeldBytes, Saved
 from torchgpipe import GPipe, pipelined
 from torchgpipe.schedule import NAMES, Action, Simulation, program, simulate
 from torchgpipe.schedule.action import with_recomputation
 from torchgpipe.schedule.programs import usual_places
-from torchgpipe_balancing.held import HeldBytes, Saved
 
 __all__ = ["PARTS", "Sleeping"]
 Step = Callable[[], object]

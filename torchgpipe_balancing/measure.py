@@ -24,7 +24,7 @@ from torchgpipe.devices.memory import bytes_of, storages_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.devices.typing import Device
 from torchgpipe.proof.leaves import Leaves
-from torchgpipe_balancing.held import HeldBytes, Saved
+from torchgpipe_balancing.held import SavedTensors
 from torchgpipe_balancing.profiles import LayerProfile, Profile, Sizes, Times
 from torchgpipe_balancing.walk import Input, Output, gradients_of, layers_of, run, shapes_of, tensors_in, walk
 
@@ -123,11 +123,11 @@ class _SizeCounter:
         self._counted: set[int] = set()
 
     def __call__(self, layer: nn.Module, input: Input) -> tuple[Output, Sizes]:
-        held = HeldBytes()
-        with saved_tensors_hooks(lambda tensor: Saved(tensor, held), lambda saved: saved.tensor):
+        saved = SavedTensors()
+        with saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
             output = run(layer, input)
 
-        memories = dict(held.memories)  # A tensor that autograd has dropped before the layer returned is not kept.
+        memories = saved.memories()  # A tensor that autograd has dropped before the layer returned is not kept.
         new = memories.keys() - storages_of(chain(layer.parameters(), layer.buffers())).keys() - self._counted
         # Without skips: they move to the host, and a later tensor can get their address.
         self._counted = (self._counted | new) & storages_of(tensors_in(output.value)).keys()

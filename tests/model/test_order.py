@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.held import HeldBytes, Saved
 from torchgpipe import GPipe, MicroBatches, pipelined
 from torchgpipe.batch.given import order_of
 from torchgpipe.schedule import program_of, simulate
-from torchgpipe_balancing.held import HeldBytes, Saved
 
 TWO = ["cpu:0", "cpu:1"]
 #: The rows of each micro-batch, and their numbers as they run: the longest in the middle.

@@ -14,8 +14,7 @@ from functools import partial
 import torch
 
 from torchgpipe.devices.device import device_module
-from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, problem_of
-from torchgpipe_balancing.planning.counting import activation_peaks
+from torchgpipe_balancing.planning.candidates import Candidate, PlanInput
 from torchgpipe_balancing.planning.measure import time_steps
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 from torchgpipe_balancing.table import table
@@ -36,10 +35,9 @@ class Check:
     Attributes:
         predicted: seconds of a step
         measured: seconds of each step
-        devices: the names of the devices
-        predicted_bytes: for each device, the activations that it holds at most, without gradients that wait between
-            the halves of backward; on an accelerator all its memory
-        measured_bytes: the same, as counted; on an accelerator as allocated, without the optimizer's states
+        devices: the names of the accelerators
+        predicted_bytes: for each accelerator, its memory, without the optimizer's states
+        measured_bytes: the same, as PyTorch has allocated it
     """
 
     predicted: float
@@ -109,31 +107,20 @@ def run_check(tested: ModelUnderTest, given: PlanInput, candidate: Candidate, st
         candidate: the candidate to run
         steps: the number of steps that are measured; another one runs before them
     """
-    config, names = config_of(given, candidate), [device.name for device in given.devices]
+    config = config_of(given, candidate)
     model, step = tested.pipeline(config)
     run = partial(step, given.batch)
-    accelerators = [device for device in map(torch.device, names) if device.type != "cpu"]
+    accelerators = {k: torch.device(device.name) for k, device in enumerate(given.devices) if device.name[:3] != "cpu"}
     time_steps(run, config.devices, 1, model)
-    for device in accelerators:
+    for device in accelerators.values():
         torch.accelerator.reset_peak_memory_stats(device)
-    predicted = candidate.seconds if given.costs.has_times else 0.0
     seconds = tuple(time_steps(run, config.devices, steps, model))
+    allocated = [float(device_module(device).max_memory_allocated(device)) for device in accelerators.values()]
+    expected = dict(zip(accelerators, [candidate.memory[k] for k in accelerators]))
     of_layers = [place for place, count in zip(candidate.places, config.balance) for _ in range(count)]
-    if accelerators:
-        states = [0.0] * len(names)
-        for layer, place in zip(given.costs.layers, of_layers):
-            states[place] += layer.trained * (given.states - 1)
-        needs = zip(names, candidate.memory, states)
-        expected = [need - of_optimizer for name, need, of_optimizer in needs if not name.startswith("cpu")]
-        allocated = [float(device_module(device).max_memory_allocated(device)) for device in accelerators]
-        return Check(predicted, seconds, tuple(map(str, accelerators)), tuple(expected), tuple(allocated))
-    counted = activation_peaks(tested, of_layers, config.recomputed, run)
-    model.zero_grad()
-    return Check(predicted, seconds, tuple(names), tuple(_held(given, candidate)), tuple(map(float, counted)))
-
-
-def _held(given: PlanInput, candidate: Candidate) -> list[float]:
-    """Return for each device the most activations that hooks can see: without gradients between halves of backward."""
-    problem = problem_of(given, candidate)
-    seen = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
-    return replace(problem, layers=seen).outcome(candidate.choice).memory
+    for layer, place in zip(given.costs.layers, of_layers):
+        if place in expected:  # No optimizer runs here.
+            expected[place] -= layer.trained * (given.states - 1)
+    predicted = candidate.seconds if given.costs.has_times else 0.0
+    names = tuple(map(str, accelerators.values()))
+    return Check(predicted, seconds, names, tuple(expected.values()), tuple(allocated))

@@ -1,29 +1,27 @@
-"""Count activations: what each layer holds for backward, and the most that each device holds during a step.
+"""Count what each layer holds of a micro-batch for backward.
 
 A hook of autograd sees every tensor that is saved for backward, in whatever thread; hooks of the layers tell which
-layer is running there. So devices that share the memory of the CPU are told apart. Each memory counts once.
+layer is running there. Each memory counts once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.memory import storages_of
-from torchgpipe.devices.torch_internals import storage_key
 from torchgpipe.model.values import each
-from torchgpipe_balancing.held import HeldBytes, Saved
+from torchgpipe_balancing.held import Saved, SavedTensors
 from torchgpipe_balancing.planning.model_under_test import ModelUnderTest
 from torchgpipe_balancing.planning.problem import Layer
 
-__all__ = ["activation_peaks", "count_bytes"]
+__all__ = ["count_bytes"]
 
 
 def count_bytes(tested: ModelUnderTest, run: Callable[[], Any]) -> list[Layer]:
@@ -40,76 +38,39 @@ def count_bytes(tested: ModelUnderTest, run: Callable[[], Any]) -> list[Layer]:
     return layers
 
 
-def activation_peaks(
-    tested: ModelUnderTest, places: Sequence[int], recomputed: Collection[int], run: Callable[[], Any]
-) -> list[int]:
-    """Return the most bytes of activations that each device holds.
-
-    Args:
-        tested: the model
-        places: the index of the device of each layer
-        recomputed: the positions of the layers that are recomputed
-        run: runs a step
-    """
-    devices = [HeldBytes() for _ in range(1 + max(places))]
-    with _Peaks(tested, [devices[place] for place in places], recomputed):
-        run()
-    return [device.peak for device in devices]
-
-
-class _Watch(ExitStack):
-    """Hooks that count what autograd saves in each layer at the place of that layer."""
-
-    def __init__(self, tested: ModelUnderTest, places: Sequence[HeldBytes]) -> None:
-        super().__init__()
-        self._running = threading.local()
-        self._places = places
-        self._owned = set(storages_of([tensor for owned in tested.owned() for tensor in owned]))
-        for k, names in enumerate(tested.layers):
-            for module in map(tested.module, names):
-                self.callback(module.register_forward_pre_hook(partial(self._enter, k), with_kwargs=True).remove)
-        self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-
-    def _enter(self, k: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._running.layer = k
-        found = each((args, kwargs))
-        tensors = {storage_key(tensor): tensor for _, tensor in found if tensor.layout is torch.strided}
-        if k == 0:
-            self._owned |= tensors.keys()  # The mini-batch is the caller's.
-        self._entered(k, tensors)
-
-    def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
-        raise NotImplementedError
-
-    def _pack(self, tensor: Tensor) -> Saved:
-        place = self._places[getattr(self._running, "layer", 0)]
-        return Saved(tensor, None if self._owned.intersection(storages_of([tensor])) else place)
-
-    def _unpack(self, saved: Saved) -> Tensor:
-        return saved.tensor
-
-
-class _Counter(_Watch):
+class _Counter(ExitStack):
     """Count for each layer, at the end of forward: what autograd has dropped until then is not kept."""
 
     def __init__(self, tested: ModelUnderTest) -> None:
+        super().__init__()
+        self._running = threading.local()
+        self._owned = set(storages_of([tensor for owned in tested.owned() for tensor in owned]))
+        self._saved = [SavedTensors() for _ in tested.layers]
         self._kept: list[dict[int, int]] | None = None
         self._inputs: dict[int, dict[int, int]] = {}
         self._waiting = [0] * len(tested.layers)
         self._lock = threading.Lock()
-        super().__init__(tested, [HeldBytes() for _ in tested.layers])
         for k, names in enumerate(tested.layers):
-            for child in [child for name in names for child in tested.module(name).modules()]:
-                if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
-                    self.callback(child.register_forward_hook(partial(self._add_waiting, k)).remove)
+            for module in map(tested.module, names):
+                self.callback(module.register_forward_pre_hook(partial(self._enter, k), with_kwargs=True).remove)
+                for child in module.modules():
+                    if any(parameter.requires_grad for parameter in child.parameters(recurse=False)):
+                        self.callback(child.register_forward_hook(partial(self._add_waiting, k)).remove)
+        self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
-    def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
-        if k not in self._inputs:
-            self._inputs[k] = storages_of(inputs.values())
+    def _enter(self, k: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.layer = k
+        memories = storages_of([tensor for _, tensor in each((args, kwargs))])
+        self._inputs.setdefault(k, memories)
+        if k == 0:
+            self._owned |= memories.keys()  # The mini-batch is the caller's.
 
     def _add_waiting(self, k: int, module: nn.Module, args: Any, output: Any) -> None:
         # The gradient that waits for the second half of backward is as large as the output.
         self._waiting[k] += sum([tensor.nbytes for _, tensor in each(output) if tensor.requires_grad])
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        return self._saved[getattr(self._running, "layer", 0)].pack(tensor)
 
     def _unpack(self, saved: Saved) -> Tensor:
         self._end_forward()
@@ -118,7 +79,7 @@ class _Counter(_Watch):
     def _end_forward(self) -> None:
         with self._lock:
             if self._kept is None:
-                self._kept = [dict(place.memories) for place in self._places]
+                self._kept = [saved.memories() for saved in self._saved]
 
     def result(self) -> list[Layer]:
         """Return what was counted."""
@@ -140,37 +101,3 @@ class _Counter(_Watch):
 
     def _unowned(self, memories: dict[int, int]) -> dict[int, int]:
         return {key: size for key, size in memories.items() if key not in self._owned}
-
-
-class _Peaks(_Watch):
-    """Count as a step goes on.
-
-    Layers that are recomputed hold their inputs past autograd: their first run begins to hold them, and their second
-    run ends it.
-    """
-
-    def __init__(self, tested: ModelUnderTest, places: Sequence[HeldBytes], recomputed: Collection[int]) -> None:
-        self._held: dict[int, dict[int, Tensor]] = {k: {} for k in recomputed}
-        super().__init__(tested, places)
-
-    def _entered(self, k: int, inputs: dict[int, Tensor]) -> None:
-        # What recomputation saves of its input, it saves last before the layer, and not for the layer before.
-        saved = vars(self._running).pop("saved", {})
-        if k not in self._held:
-            return
-        held, place = self._held[k], self._places[k]
-        for key, tensor in inputs.items():
-            if key in held:
-                place.drop(held.pop(key))
-                continue
-            if k:
-                held[key] = tensor.detach()
-                place.hold(tensor)
-            if key in saved:
-                saved[key].move(place if k else None)
-
-    def _pack(self, tensor: Tensor) -> Saved:
-        saved = super()._pack(tensor)
-        if saved.place is not None and tensor.layout is torch.strided:
-            vars(self._running).setdefault("saved", WeakValueDictionary())[storage_key(tensor)] = saved
-        return saved

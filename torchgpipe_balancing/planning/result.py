@@ -122,15 +122,14 @@ class Plan:
             plan = torchgpipe.plan(model, sample, batch=16, devices=devices, seconds=0.1)
             print(plan.check(model))
 
-        On the CPU, memory is that of activations, counted by hooks. On an accelerator it is all memory that PyTorch has
-        allocated; no optimizer runs here, so there are no states of it.
+        Memory is what PyTorch has allocated on accelerators; no optimizer runs here, so there are no states of it.
 
         Args:
             model: the model, not yet pipelined
             steps: the number of steps to measure
 
         Returns:
-            the seconds and the bytes, printed as a table
+            the seconds, and the bytes on accelerators, printed as a table
         """
         most = most_partitions(self.input.schedules, len(self.input.devices))
         with undisturbed(self.devices):
