@@ -325,7 +325,7 @@ def _problem(given: PlanInput, schedule: ScheduleName, chunks: int, places: Sequ
     costs, rows = given.costs, rows_of(given.batch, chunks)
     m = math.ceil(given.batch / rows)  # There may be fewer than chunks.
     return Problem(
-        layers=costs.layers_at(rows, m, given.states),
+        layers=costs.layers_at(rows, given.states),
         devices=given.devices,
         places=tuple(places),
         program=program(schedule, m, places),

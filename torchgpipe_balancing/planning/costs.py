@@ -66,12 +66,11 @@ class Costs:
         """Whether times were measured, which the meta device has not."""
         return self.where != "meta"
 
-    def layers_at(self, rows: float, m: int, states: float) -> tuple[Layer, ...]:
+    def layers_at(self, rows: float, states: float) -> tuple[Layer, ...]:
         """Return the layers for a mini-batch. Where one size is known, what layers take is in proportion to the rows.
 
         Args:
             rows: the rows of a micro-batch
-            m: the number of micro-batches, which share what the first backward takes longer
             states: bytes of gradients and of the optimizer's states for each byte of a parameter that requires grad
         """
         layers = []
@@ -79,9 +78,6 @@ class Costs:
             fields = _between(self.rows, layer.samples, rows)
             if len(self.rows) == 1:
                 fields = {name: value * rows / self.rows[0] for name, value in fields.items()}
-            first = fields.pop("first") / m
-            fields["backward"] += first
-            fields["weights"] += first
             fields["state"] = layer.parameters + layer.trained * states + layer.buffers
             layers.append(Layer(**fields))
         return tuple(layers)

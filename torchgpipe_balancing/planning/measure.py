@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices import links
-from torchgpipe.devices.device import kind_of, same_memory
+from torchgpipe.devices.device import same_memory
 from torchgpipe.devices.memory import bytes_of
 from torchgpipe.model.attached import with_attached
 from torchgpipe.schedule import ScheduleName, program, simulate
@@ -59,20 +59,20 @@ _ROUNDS, _STEPS = 2, 2
 def measured(
     tested: ModelUnderTest,
     devices: Sequence[torch.device],
+    slowness: Sequence[float],
     batch: int,
     rows: Sequence[int],
-    slowness: Sequence[float] | None,
     *,
     seconds: float,
-) -> tuple[Costs, Sequence[float]]:
-    """Measure a model, and return what it costs, and the slowness of the devices.
+) -> Costs:
+    """Measure a model, and return what it costs.
 
     Args:
         tested: the model
         devices: the devices to measure on
+        slowness: the time that each device takes, relative to the one that times are for
         batch: the rows of a mini-batch
         rows: the sizes of micro-batches, in increasing order. Sizes for which memory runs out are left out
-        slowness: the time that each device takes, relative to the one that times are for; None to measure it
         seconds: roughly how long to measure
     """
     owned = tested.owned()
@@ -87,7 +87,6 @@ def measured(
         while rows:
             try:
                 sizes = bench.sizes(rows)
-                slowness = slowness or bench.slowness(rows[-1])
                 times, cells = bench.times(rows, seconds, slowness)
                 break
             except torch.OutOfMemoryError:  # What larger sizes take follows from the smaller ones.
@@ -100,13 +99,12 @@ def measured(
         apart = [pair for pair in pairwise(devices) if not same_memory(*pair)]
         # One bandwidth stands for all links, that of the slowest.
         transfers = max([seconds_of_copies(*pair) for pair in apart], key=itemgetter(1), default=(0.0, 0.0))
-    alike = _alike(tested, owned, sizes)
     samples = [
-        [replace(size, **seconds_of) for seconds_of, size in zip(_evened(of_rows, alike), sizes_of_rows)]
+        [replace(size, **seconds_of) for seconds_of, size in zip(of_rows, sizes_of_rows)]
         for of_rows, sizes_of_rows in zip(times, sizes, strict=True)
     ]
     where = "meta" if on_meta else ", ".join(map(str, devices))
-    return make_costs(tested, samples, rows, cells, *transfers, where), slowness or [1.0] * len(devices)
+    return make_costs(tested, samples, rows, cells, *transfers, where)
 
 
 def make_costs(
@@ -131,32 +129,6 @@ def make_costs(
         trained = bytes_of([tensor for tensor in tensors if tensor.requires_grad])
         layers.append(LayerCosts(tuple(names), bytes_of(with_attached(owned)), trained, buffers, of_layer))
     return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, tested.loss)
-
-
-def _alike(tested: ModelUnderTest, owned: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[Layer]]) -> list[object]:
-    """Return for each layer what it has in common with layers that take as long: classes, shapes, and bytes.
-
-    The first and the last layer are like no other: the one needs no gradient of its input, the other has the loss.
-    """
-    last = len(owned) - 1
-    return [
-        (
-            k if k in (0, last) else None,
-            [type(child) for name in names for child in tested.module(name).modules()],
-            [tensor.shape for tensor in owned[k]],
-            [(of_rows[k].kept, of_rows[k].crossing) for of_rows in sizes],
-        )
-        for k, names in enumerate(tested.layers)
-    ]
-
-
-def _evened(times: Sequence[Times], alike: Sequence[object]) -> list[Times]:
-    """Return the times with the means of layers that are alike, because a difference between them is chance."""
-    means = []
-    for kind in alike:
-        group = [layer for layer, kind_of_layer in zip(times, alike) if kind_of_layer == kind]
-        means.append({name: statistics.fmean([layer[name] for layer in group]) for name in group[0]})
-    return means
 
 
 def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> Times:
@@ -194,27 +166,6 @@ class _Bench:
                 model.zero_grad()
         return sizes
 
-    def slowness(self, rows: int) -> list[float]:
-        """Return the time that each device takes, relative to the quickest kind; devices of one kind take as long.
-
-        Where kinds differ, the partitions go round the devices, so that each device runs all layers once. A layer that
-        was measured on a slow device would otherwise be taken for a slow layer.
-        """
-        devices, m = list(self._devices), self._chunks(rows)
-        kinds = {device: kind_of(device) for device in devices}
-        count = Counter(kinds.values())
-        if len(count) == 1:
-            return [1.0] * len(devices)
-        seconds = dict.fromkeys(count, 0.0)
-        for turn in range(len(devices)):
-            places, recorded = devices[turn:] + devices[:turn], Recorded()
-            model, step = self._tested.pipeline(self._configs[False]._replace(chunks=m, devices=places))
-            for _ in range(_ROUNDS):
-                recorded.run(model, partial(step, rows * m), devices)
-            for j, device in enumerate(places):
-                seconds[kinds[device]] += (recorded.mean("F", j) + recorded.mean("B", j)) / count[kinds[device]]
-        return [seconds[kind] / min(seconds.values()) for kind in kinds.values()]
-
     def times(
         self, rows: Sequence[int], seconds: float, slowness: Sequence[float]
     ) -> tuple[list[list[Times]], list[CellCosts]]:
@@ -251,7 +202,6 @@ class _Bench:
                 cell[kind] = _beside(seconds[kind][first:], [halves_together.mean(kind, j) for j in partitions[1:]])
         times = [
             {name: max(0.0, seconds[kind][k] - cell[kind]) / factor for kind, name in NAMES.items()}
-            | {"first": apart.first(k) / factor}
             for k, factor in enumerate(slowness)
         ]
         window = statistics.median(together.windows)
@@ -267,11 +217,7 @@ class _Bench:
     def _simulated(self, run: Recorded, m: int) -> float:
         """Return the simulated seconds of the steps of a run with a partition a device."""
         actions = program("1F1B", m, range(len(self._devices)))
-        firsts = {next(action for action in of_device if action.kind == "B") for of_device in actions}
-        return simulate(
-            actions,
-            lambda action: run.mean(action.kind, action.j) + (run.first(action.j) if action in firsts else 0.0),
-        ).seconds
+        return simulate(actions, lambda action: run.mean(action.kind, action.j)).seconds
 
 
 class Recorded:
@@ -293,13 +239,8 @@ class Recorded:
         with record(pipeline, steps=_STEPS) as timeline:
             self.steps += time_steps(step, devices, _STEPS, pipeline)
         spans = [span for span in timeline.spans if span.computes]
-        began = set()
-        for span in spans:  # In the order of time.
-            kind, key = _KINDS[span.kind], (span.step, span.partition)
-            is_first = kind in "BW" and key not in began
-            if is_first:
-                began.add(key)
-            self._seconds["first" if is_first else kind, span.partition].append(span.seconds)
+        for span in spans:
+            self._seconds[_KINDS[span.kind], span.partition].append(span.seconds)
         for number in timeline.steps:
             of_step = [span for span in spans if span.step == number]
             self.windows.append(max([span.end for span in of_step]) - min([span.start for span in of_step]))
@@ -307,15 +248,11 @@ class Recorded:
     def mean(self, kind: str, j: int) -> float:
         """Return the mean of the middle half of the seconds of an action in partition ``j``.
 
-        A single delay does not change it. The first backward of a step is of the kind 'first', and no other.
+        A single delay does not change it.
         """
         ordered = sorted(self._seconds[kind, j])
         cut = len(ordered) // 4
         return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
-
-    def first(self, j: int) -> float:
-        """Return how much longer the first backward of a step takes in partition ``j``."""
-        return max(0.0, self.mean("first", j) - max(self.mean("B", j), self.mean("W", j)))
 
 
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:

@@ -136,7 +136,7 @@ def _made(
     weights = [sum([layer.parameters for layer in costs.layers[a:b]]) for a, b in spans]
     trained = [sum([layer.trained for layer in costs.layers[a:b]]) for a, b in spans]
     actions = program("LayerMajor", math.ceil(batch / rows), places)
-    problem = Problem(costs.layers_at(rows, chunks, states=0.0), tuple(devices), tuple(places), actions)
+    problem = Problem(costs.layers_at(rows, states=0.0), tuple(devices), tuple(places), actions)
     recomputed = range(len(costs.layers) if recomputes else 0)
     taken = [problem.partition_cost(j, *span, recomputed) for j, span in enumerate(spans)]
     slots, held = [], []

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchgpipe.batch.given import MicroBatches
 from torchgpipe.batch.microbatch import chunk_sizes
-from torchgpipe.devices.device import canonical_device, working_devices
+from torchgpipe.devices.device import canonical_device, kind_of, working_devices
 from torchgpipe.devices.memory import read_size, shown_size
 from torchgpipe.devices.torch_internals import BatchNormBase
 from torchgpipe.devices.typing import Device
@@ -114,8 +114,8 @@ def plan(
             each micro-batch at least two rows)
         checkpoint: whether layers may be recomputed
         margin: the share of the memory that is left free, for fragmentation and for what operations need while they run
-        speeds: how fast each device is, relative to the others (default: measured if there are several kinds of
-            accelerators, or else all are equally fast)
+        speeds: how fast each device is, relative to the others (default: all are equally fast; devices of several
+            kinds need it)
         bandwidth: bytes a second between two devices (default: measured)
         seconds: how long to measure; some seventy steps run in any case
         trials: how many of the best candidates to run for a few steps, so that the quickest is chosen; 0 for none
@@ -151,7 +151,7 @@ def plan(
         raise TypeError(f"a plan decides on {' and '.join(sorted(decided))}, which cannot be given")
     planned = _planned_devices(devices, memory, speeds, margin)
     places = [torch.device(device.name) for device in planned]
-    slowness = None if speeds is None else [device.slowness for device in planned]
+    slowness = [device.slowness for device in planned]
     on_meta = isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
     schedules = _schedules(schedule if schedule is not None else ("1F1B",) if on_meta else RESIDENT)
     counts = _chunks(chunks, batch, len(places), model)
@@ -176,8 +176,7 @@ def plan(
                 f"the model has {len(tested.layers)} layers that can be kept apart, fewer than the {len(places)} "
                 "devices; give fewer devices"
             )
-        costs, factors = measured(tested, places, batch, sizes, slowness, seconds=seconds)
-        planned = tuple([replace(device, slowness=factor) for device, factor in zip(planned, factors)])
+        costs = measured(tested, places, slowness, batch, sizes, seconds=seconds)
         if bandwidth is not None:
             costs = replace(costs, per_byte=1 / bandwidth)
         given = PlanInput(costs, planned, batch, states, schedules, counts, checkpoint)
@@ -218,7 +217,14 @@ def _planned_devices(
         )
     if len(set(places)) < n:
         raise ValueError(f"each device must be there once, but got {names}")
-    speeds = [1.0] * n if speeds is None else speeds
+    if speeds is None:
+        kinds = {kind_of(place): None for place in places}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the devices are of several kinds, {', '.join(kinds)}: give speeds=, how fast each of {names} is, "
+                "relative to the others, such as speeds=[2, 1]"
+            )
+        speeds = [1.0] * n
     if len(speeds) != n or not all(speed > 0 for speed in speeds):
         raise ValueError(f"speeds must have a positive number for each of {n} devices, but got {speeds!r}")
     if sizes is None:

@@ -56,7 +56,6 @@ class Layer:
         waiting: bytes of the gradients that wait for the second half of backward
         crossing: bytes that go to the next layer if that is on another device
         state: bytes that it holds all the time: parameters, gradients, states of the optimizer, buffers
-        first: seconds that the first backward of a step takes longer, in which gradients get their memory
     """
 
     forward: float = 0.0
@@ -69,7 +68,6 @@ class Layer:
     waiting: float = 0.0
     crossing: float = 0.0
     state: float = 0.0
-    first: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 import torchgpipe
 from tests.balancing.planning.models import DEVICES, WIDTH, mean, mlp, quick, wide
 from torchgpipe_balancing.planning import measure
+from torchgpipe_balancing.planning import plan as plan_module
 from torchgpipe_balancing.planning.measure import Recorded
 
 
@@ -24,7 +25,7 @@ def test_the_card_with_more_memory_comes_first_where_activations_fit_only_there(
     assert quick(model, memory=needs, margin=0.0).devices == plan.devices[::-1]
 
 
-class OnTwoKinds(Recorded):
+class OneThreeTimesAsSlow(Recorded):
     """What steps of layers that are all alike would show if ``cpu:1`` were three times as slow as ``cpu:0``."""
 
     def run(self, pipeline: Any, *rest: Any) -> None:
@@ -37,21 +38,21 @@ class OnTwoKinds(Recorded):
         return self.seconds[j]
 
 
-@pytest.fixture
-def _two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "kind_of", lambda device: "slow" if device.index else "quick")
-    monkeypatch.setattr(measure, "Recorded", OnTwoKinds)
-
-
-@pytest.mark.usefixtures("_two_kinds")
 @pytest.mark.parametrize("devices", [DEVICES, DEVICES[::-1]])
-def test_a_layer_that_was_measured_on_a_slow_card_is_no_slow_layer(devices: list[str]) -> None:
-    plan = quick(mlp(8), devices=devices)
-    assert {device.name: device.slowness for device in plan.input.devices} == {"cpu:0": 1.0, "cpu:1": 3.0}
-    assert {layer.forward for layer in plan.input.costs.layers_at(4, 4, 0.0)} == {1.0}
+def test_a_layer_that_was_measured_on_a_slow_card_is_no_slow_layer(
+    devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "Recorded", OneThreeTimesAsSlow)
+    plan = quick(mlp(8), devices=devices, speeds=[1.0 if device == "cpu:1" else 3.0 for device in devices])
+    assert {layer.forward for layer in plan.input.costs.layers_at(4, 0.0)} == {1.0}
     assert dict(zip(map(str, plan.devices), plan.balance)) == {"cpu:0": 6, "cpu:1": 2}
-    told = quick(mlp(8), devices=devices, speeds=[2.0, 2.0])
-    assert {device.slowness for device in told.input.devices} == {1.0}
+
+
+def test_cards_of_several_kinds_need_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "kind_of", lambda device: "slow" if device.index else "quick")
+    with pytest.raises(ValueError, match=r"of several kinds, quick, slow: give speeds=, how fast each of .*cpu:0"):
+        quick(mlp(8))
+    assert quick(mlp(8), speeds=[2.0, 2.0]).balance
 
 
 def test_with_weights_in_host_memory_a_slow_card_gets_fewer_layers_and_a_small_one_fewer_slots() -> None:

@@ -35,12 +35,7 @@ BESIDE_THREE = {0.5: 2.5, 1: 5.0, 2: 10.0, 3: 15.0, 4: 20.0, 6: 50.0, 8: 80.0, 1
 def test_sizes_between_and_beyond_those_measured_are_on_the_nearest_line(
     known: dict[int, float], rows: float, expected: float, of_cell: float
 ) -> None:
-    measured = costs((*known,), *[sample(number, first=0.0) for number in known.values()])
-    (layer,) = measured.layers_at(rows, m=1, states=0.0)
+    measured = costs((*known,), *[sample(number) for number in known.values()])
+    (layer,) = measured.layers_at(rows, states=0.0)
     assert layer.forward == layer.kept == layer.crossing == pytest.approx(expected)
     assert measured.cells_at(rows).forward == measured.cells_at(rows).factor == pytest.approx(of_cell)
-
-
-def test_micro_batches_share_what_the_first_backward_takes_longer() -> None:
-    (layer,) = costs((4,), sample(10.0, first=6.0)).layers_at(4, m=3, states=0.0)
-    assert (layer.backward, layer.weights, layer.inputs) == (12.0, 12.0, 10.0)

@@ -96,7 +96,7 @@ def test_a_model_on_the_meta_device_is_planned_as_on_the_cpu(model: nn.Module) -
         quick(model, **options).input.costs,
     )
     assert (meta.has_times, real.has_times) == (False, True)
-    times = dict.fromkeys(("forward", "backward", "inputs", "weights", "first"), 0.0)
+    times = dict.fromkeys(("forward", "backward", "inputs", "weights"), 0.0)
     for a, b in zip(meta.layers, real.layers, strict=True):
         alike = [replace(one, samples=tuple(replace(own, **times) for own in one.samples)) for one in (a, b)]
         assert alike[0] == alike[1]
@@ -106,7 +106,7 @@ def test_parameters_that_are_not_trained_have_no_gradients_or_states() -> None:
     model = mlp()
     model[0].requires_grad_(False)
     plan = quick(model, optimizer=torch.optim.AdamW)
-    first, second, *_ = plan.input.costs.layers_at(4, 1, plan.input.states)
+    first, second, *_ = plan.input.costs.layers_at(4, plan.input.states)
     assert (first.state, second.state) == (288, 4 * 288)
 
 
