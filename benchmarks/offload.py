@@ -145,6 +145,7 @@ def costs_of(rows: int) -> dict[str, float]:
 def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
     """Return the row of a number of micro-batches of some sequences."""
     from tests import late
+    from tests.offload.transfers import counted, transfers_of
 
     with late.on_clock(late.Speed(**CARD)):
         costs = costs_of(rows)
@@ -167,8 +168,9 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
                 did = late.intervals()
                 steps.append((max(interval.end for interval in did) - start, computed(did)))
         # Of the last way, with all of it in host memory.
-        seconds, memory = steps[2:], runs_of(model).host_memory  # type: ignore[union-attr]
-        assert memory is not None
+        seconds, moved = steps[2:], transfers_of(runs_of(model).host_memory)  # type: ignore[union-attr]
+        with counted():
+            model.step(x)
     actions = program("LayerMajor", chunks, [0] * blocks)
     size = sum(parameter.nbytes for parameter in pinned_block().parameters())
     upload = size / CARD["link"] + len(list(GPTBlock().parameters())) * 1e-5
@@ -190,7 +192,7 @@ def measured(blocks: int, rows: int, chunks: int, turns: int) -> Row:
         "host of a cell": host[False] / (2 * chunks * blocks),
         "host of a cell, offload": host[True] / (2 * chunks * blocks),
         "host of an upload": (host["weights"] - host[False]) / uploads,
-        "weights on the device over the slots": max(memory.peaks.values()) / (SLOTS * size),
+        "weights on the device over the slots": max(moved.peaks.values()) / (SLOTS * size),
     }
 
 

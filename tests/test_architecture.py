@@ -71,7 +71,7 @@ CAPS = {
         "graph": 345,
         "transport": 152,
         "gradients": 601,
-        "offload": 817,
+        "offload": 738,
         "cell": 623,
         "drive": 799,
         "proof": 305,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 502, "planning": 1460},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18823
+TOTAL = 18744
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import torchgpipe
+from tests.offload.transfers import counted, transfers_of
 from torchgpipe.front.pipelined import pipelined_apart, runs_of
 from torchgpipe_balancing.planning.measure import make_costs
 from torchgpipe_balancing.planning.model_under_test import prepare_model
@@ -67,16 +68,16 @@ def test_weights_of_4_bits_in_host_memory() -> None:
             second.sum().backward()
         for ours, theirs in zip(*[model.parameters() for model in models], strict=True):
             assert ours.grad is theirs.grad or torch.equal(ours.grad, theirs.grad)
-    block, memory = models[0][0], runs_of(models[0]).host_memory  # type: ignore[union-attr]
+    block, moved = models[0][0], transfers_of(runs_of(models[0]).host_memory)  # type: ignore[union-attr]
     state = block.packed.weight.quant_state
     # The packed bytes, their scales of 8 bits with an offset and a code, and the scales of these with another code.
     parts = [block.packed.weight, state.absmax, state.offset, state.code, state.state2.absmax, state.state2.code]
     size = sum([part.nbytes for part in (*parts, *block.adapter.parameters())])
     for _ in range(2):
-        moved = memory.bytes_up
-        with torch.no_grad():
+        bytes = moved.bytes_up
+        with torch.no_grad(), counted():
             assert torch.equal(*[model.eval()(x) for model in models])
-        assert memory.bytes_up - moved >= 4 * size and not any(memory._present.values())
+        assert moved.bytes_up - bytes >= 4 * size and not any(moved.present.values())
     tested = prepare_model(plain(4), torch.randn(2, 64), None, 2, {"loss_fn": functional.mse_loss})
     costs = make_costs(tested, [[Layer()] * len(tested.layers)], [2], [])
     assert sum([layer.parameters for layer in costs.layers]) == 4 * size, "a plan counts what moves"

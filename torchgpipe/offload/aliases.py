@@ -17,11 +17,11 @@ from torch import Tensor
 from torchgpipe.devices.stream import Mark, Stream, Streams
 from torchgpipe.devices.torch_internals import memory_of, parameter_like, storage_key, versions
 from torchgpipe.devices.typing import Leaf
-from torchgpipe.gradients.aliases import Aliases, Slot, weights_of
+from torchgpipe.gradients.aliases import Aliases, Slot
 from torchgpipe.gradients.step_lock import StepLock
 from torchgpipe.gradients.sums import sum_of
 from torchgpipe.listener.listener import Heard, unheard
-from torchgpipe.offload.host_memory import FrozenCopy, HostMemory
+from torchgpipe.offload.host_memory import HostMemory
 
 __all__ = ["OffloadedAliases", "make_aliases"]
 
@@ -59,8 +59,6 @@ class OffloadedAliases(Aliases):
         self._memory: dict[Tensor, Tensor] = {}
         #: The attributes of an alias that are, or lead to, aliases of what its parameter has there.
         self._packed: dict[Tensor, dict[str, Any]] = {}
-        #: The aliases that are frozen copies, which are not evicted.
-        self._frozen: dict[Tensor, FrozenCopy] = {}
         #: The gradients of aliases that were downloaded.
         self._downloaded: dict[Tensor, Tensor] = {}
         #: What a parameter was when it was first uploaded: its version, and its memory.
@@ -68,11 +66,9 @@ class OffloadedAliases(Aliases):
         super().__init__(slots, devices, streams, lock, backward=backward, watched=watched)
 
     def _make(self, parameter: Tensor, j: int, name: str, *, trains: bool) -> Tensor:
-        values, frozen = self.host_memory.alias(parameter, self._devices[j], j)
+        values = self.host_memory.alias(parameter, self._devices[j])
         alias = parameter_like(parameter, values, requires_grad=trains)
         self._memory[alias] = values
-        if frozen is not None:
-            self._frozen[alias] = frozen
         if not name:  # The model uses it outside of its module, while partition j is resident.
             self._fill(alias, parameter, j)
         self._names.setdefault(parameter, name)
@@ -117,19 +113,18 @@ class OffloadedAliases(Aliases):
                 self.verify_unchanged(j)
                 for alias in self.of(j):
                     self._fill(alias, self._parameters[alias], j)
-            self.host_memory.count_upload()
             return up.mark()
 
     def _fill(self, alias: Tensor, parameter: Tensor, j: int) -> None:
-        self.host_memory.fill(self._memory[alias], parameter, self._devices[j], self._frozen.get(alias))
+        self.host_memory.fill(self._memory[alias], parameter, self._devices[j])
 
     def evict(self, j: int, computing: Stream) -> None:
         """Free the memory of the weights of column ``j``, when the computation is through with them."""
         up = self.host_memory.up(computing.device)
         up.wait(computing.mark())
         with up.use():
-            gone = [self._memory[alias] for alias in self.of(j) if alias not in self._frozen]
-            self.host_memory.evict(gone, computing.device)
+            for alias in self.of(j):
+                self._memory[alias].untyped_storage().resize_(0)
 
     def download(self, j: int, computing: Stream, heard: Heard = unheard) -> None:
         """Begin the download of the gradients of column ``j``, when they are computed; the aliases lose them."""
@@ -232,7 +227,6 @@ class OffloadedAliases(Aliases):
         """
         place = self._places.get(storage_key(tensor))
         if place is not None:
-            self.host_memory.forget_frozen()
             raise RuntimeError(
                 f"the forward changes the weight {self._name(place[1])} in place, but under offload it is a copy on "
                 "the device, and the change would be lost; change parameters between two calls, such as after "
@@ -253,5 +247,4 @@ def make_aliases(
     """Return the aliases of a mini-batch, given all slots of the model, in host memory or not; see `Aliases`."""
     if host_memory is None:
         return Aliases(slots, devices, streams, lock, backward=backward, watched=watched)
-    host_memory.keep_frozen(weights_of(slots), devices)
     return OffloadedAliases(slots, devices, streams, lock, backward=backward, watched=watched, host_memory=host_memory)

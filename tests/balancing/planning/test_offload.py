@@ -11,6 +11,7 @@ from torch import nn
 
 import torchgpipe
 from tests.balancing.planning.models import Residual, mean, mlp
+from tests.offload.transfers import counted, transfers_of
 from torchgpipe.front.pipelined import runs_of
 from torchgpipe_balancing.planning.offload import OffloadPlan
 from torchgpipe_balancing.planning.plan import DoesNotFit
@@ -31,10 +32,11 @@ def test_a_plan_fits_and_moves_what_it_says(make: Any, n: int) -> None:
     assert all(size <= 0.9 * 8 * 1024 for size in plan.memory)
     model = plan.apply(make(LAYERS, WIDTH))
     memory = model._host_memory if make is mlp else runs_of(model).host_memory  # type: ignore[union-attr]
-    before = memory.bytes_up, memory.bytes_down
-    model.step(torch.randn(8, WIDTH))
-    moved = memory.bytes_up - before[0], memory.bytes_down - before[1]
-    assert (tuple(memory.slots.values()), *moved) == (plan.slots, plan.bytes_up, plan.bytes_down)
+    with counted():
+        model.step(torch.randn(8, WIDTH))
+    moved = transfers_of(memory)
+    assert tuple(memory.slots.values()) == plan.slots
+    assert (moved.bytes_up, moved.bytes_down) == (plan.bytes_up, plan.bytes_down)
     assert re.search(r"partitions, [\d and]+ slots.*\n.*up and .* down\nneeds .*", str(plan))
 
 
