@@ -30,7 +30,6 @@ from torch import nn  # noqa: E402
 import torchgpipe  # noqa: E402
 from tests import snippets  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
-from torchgpipe.schedule import program  # noqa: E402
 from torchgpipe.timeline.span import Row, Span  # noqa: E402
 from torchgpipe.timeline.timeline import Timeline  # noqa: E402
 
@@ -86,7 +85,7 @@ def timeline() -> Timeline:
         for j, kind, i, start, end in json.loads(RECORDED.read_text())
     ]
     recorded = Timeline()
-    recorded._fill(rows, {0: MICRO_BATCHES}, {0: program("1F1B", MICRO_BATCHES, range(DEVICES))}, spans, {})
+    recorded._fill(rows, {0: MICRO_BATCHES}, spans, {})
     return recorded
 
 

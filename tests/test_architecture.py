@@ -67,12 +67,12 @@ CAPS = {
         "model": 1067,
         "batch": 1230,
         "norms": 256,
-        "listener": 66,
+        "listener": 65,
         "graph": 345,
         "transport": 152,
         "gradients": 601,
         "offload": 738,
-        "cell": 623,
+        "cell": 619,
         "drive": 799,
         "proof": 305,
         "gpipe": 383,
@@ -80,7 +80,7 @@ CAPS = {
         "run": 1696,
         "pipeline": 848,
         "front": 1452,
-        "timeline": 516,
+        "timeline": 479,
         "distributed": 462,
         "compat": 197,
         "integrations": 65,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 502, "planning": 1460},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18744
+TOTAL = 18702
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -40,7 +40,6 @@ def test_an_ideal_step_has_the_ideal_bubble(m: int, n: int) -> None:
     assert made.costs == [4.0] * n
     assert made.slowest_by == 0
     assert made.recomputation == 0.25
-    assert not made.take_turns
     assert made.failed is None
 
 
@@ -97,13 +96,6 @@ def test_steps_that_overlap_count_once() -> None:
     ]
     assert report(spans, 1, 1).duration == 6
     assert report(spans, 1, 1).bubble == 0
-
-
-def test_devices_that_take_turns_have_no_bubble_of_a_pipeline() -> None:
-    devices = ["cpu:0", "cpu:1"]
-    made = report(ideal(4, 2, devices=devices), 2, 4, devices)
-    assert made.take_turns
-    assert "take turns" in str(made)
 
 
 def test_a_failed_step_is_reported_up_to_the_fault() -> None:

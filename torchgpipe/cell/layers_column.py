@@ -32,7 +32,7 @@ from torchgpipe.model.state import copy_of_state, may_be_state, memory_of_state
 from torchgpipe.replay.ambient import Ambient
 from torchgpipe.replay.random import RandomStates
 from torchgpipe.replay.runs import Layers
-from torchgpipe.schedule import Action, Program
+from torchgpipe.schedule import Action
 from torchgpipe.skip.layout import SkipLayout, is_skippable
 from torchgpipe.skip.tracker import SkipTracker
 from torchgpipe.transport.portal import Portal
@@ -220,11 +220,7 @@ class LayersColumn(Column):
 
 
 def begin_step(
-    m: int,
-    partitions: Sequence[Partition],
-    devices: Sequence[torch.device],
-    mechanisms: Mechanisms,
-    program: Program | None = None,
+    m: int, partitions: Sequence[Partition], devices: Sequence[torch.device], mechanisms: Mechanisms
 ) -> Listener | None:
     """Return the listener of a mini-batch of ``m`` micro-batches, or None."""
     if mechanisms.recorder is None:
@@ -234,7 +230,7 @@ def begin_step(
         Place(streams[views[0]], [name for view in views for name in partitions[view]._modules])
         for views in views_of_each(partitions)
     ]
-    return labelled(mechanisms.recorder.begin_step(m, places, program))
+    return labelled(mechanisms.recorder.begin_step(m, places))
 
 
 def make_columns(

@@ -86,7 +86,7 @@ def run_step(
     lock = mechanisms.lock
     with lock.held(alone=True):
         refuse_transforms()
-        listener = begin_step(len(inputs), partitions, devices, mechanisms, program)
+        listener = begin_step(len(inputs), partitions, devices, mechanisms)
         offloads = host_memory is not None
         # A listener hears of each partition.
         apart = listener is not None or offloads

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from torchgpipe.schedule import Program
-
 __all__ = ["NO_MICRO_BATCH", "End", "Heard", "Kind", "Listener", "Place", "Recorder", "recorded", "unheard"]
 
 #: The kinds of work. A step may run the backward of a cell in two halves. A copy goes to a later partition, or brings a
@@ -69,13 +67,12 @@ class Listener(Protocol):
 class Recorder(Protocol):
     """Listens to a model."""
 
-    def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> Listener:
+    def begin_step(self, m: int, places: Sequence[Place]) -> Listener:
         """Note that a mini-batch begins, and return its listener.
 
         Args:
             m: the number of micro-batches
             places: the partitions
-            program: the actions of each device; None if autograd orders the backward of the cells
         """
 
 

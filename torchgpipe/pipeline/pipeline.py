@@ -363,7 +363,7 @@ class Pipeline:
             self.together.begin(module, batch, random_numbers, modes, f"{schedule}")
         if recorder is not None:
             places = [Place(stream, names) for stream, names in zip(self._computing(), settings.parts)]
-            step = recorder.begin_step(m, places, actions)
+            step = recorder.begin_step(m, places)
         columns = Columns(
             settings,
             m,

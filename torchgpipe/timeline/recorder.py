@@ -26,7 +26,6 @@ from torchgpipe.gpipe import GPipe
 from torchgpipe.listener.listener import End, Kind, Place, Recorder
 from torchgpipe.model.values import dotted
 from torchgpipe.pipeline.pipeline import Pipeline
-from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import Row, Span
 from torchgpipe.timeline.timeline import Timeline
 
@@ -145,12 +144,12 @@ class _SpanRecorder:
         # A copy of the model is not recorded: instead of this recorder it gets None.
         return type(None), ()
 
-    def begin_step(self, m: int, places: Sequence[Place], program: Program | None) -> _Step:
+    def begin_step(self, m: int, places: Sequence[Place]) -> _Step:
         for place in places:
             if place.stream.device not in self._clocks:
                 # Another thread's mini-batch may have begun meanwhile.
                 self._clocks.setdefault(place.stream.device, _Clock(place.stream, self._began))
-        step = _Step(next(self._numbers), m, places, program)
+        step = _Step(next(self._numbers), m, places)
         self._steps.append(step)
         return step
 
@@ -163,7 +162,6 @@ class _SpanRecorder:
         timeline._fill(
             rows=steps[-1].rows if steps else [],
             micro_batches={step.number: step.m for step in steps},
-            programs={step.number: step.program for step in steps},
             spans=sorted(spans, key=lambda span: (span.step, span.start, span.end)),
             peak_memory={device: _peak_memory(device) for device in self._clocks},
         )
@@ -172,10 +170,9 @@ class _SpanRecorder:
 class _Step:
     """Listen to one step. `begin` may be called from any thread."""
 
-    def __init__(self, number: int, m: int, places: Sequence[Place], program: Program | None) -> None:
+    def __init__(self, number: int, m: int, places: Sequence[Place]) -> None:
         self.number = number
         self.m = m
-        self.program = program
         self.rows = [Row(j, place.stream.device, tuple(place.layers)) for j, place in enumerate(places)]
         self._work: list[_Work] = []
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 
 from torchgpipe.devices.memory import shown_size
-from torchgpipe.schedule import Program
 from torchgpipe.timeline.span import TRANSFERS, Row, Span, covered, milliseconds, percent
 
 __all__ = ["DeviceUse", "Report"]
@@ -53,7 +51,6 @@ class Report:
         rows: the partitions
         micro_batches: the number of micro-batches of each step
         peak_memory: the peak memory of each device in bytes, or None if unknown
-        programs: the program of each step; None, or missing, if autograd ordered its backward
 
     Attributes:
         duration (float): seconds from the first start to the last end in a step, added up over the steps. Time in
@@ -63,8 +60,6 @@ class Report:
         ideal_bubble (float): the bubble under 'GPipe' and '1F1B' if all devices took the same time and nothing else
             took any, (n - 1) / (m + n - 1), averaged over the steps; see the GPipe paper
             (https://arxiv.org/abs/1811.06965, section 2.3)
-        take_turns (bool): whether several of the devices are the CPU, and autograd ordered the backward of a step.
-            They share its cores and run one after the other at backward, so ``bubble`` is not that of a pipeline.
         costs (list[float]): c(j) of each partition in seconds: time of all its cells / (steps * micro-batches)
         slowest (int): the partition with the largest c(j)
         slowest_by (float): how far the slowest partition is above the average: its c(j) / the average c(j) - 1
@@ -81,7 +76,6 @@ class Report:
         rows: Sequence[Row],
         micro_batches: Mapping[int, int],
         peak_memory: Mapping[torch.device, int | None],
-        programs: Mapping[int, Program | None] = MappingProxyType({}),
     ) -> None:
         cells = [span for span in spans if span.computes]
         if not cells:
@@ -96,8 +90,6 @@ class Report:
         n = len(distinct)
         self.bubble = 1 - sum(use.busy for use in self.devices) / n
         self.ideal_bubble = _average([(n - 1) / (m + n - 1) for m in self._chunks])
-        has_turns = any(programs.get(step) is None for step in steps)
-        self.take_turns = has_turns and sum(device.type == "cpu" for device in distinct) > 1
         self.costs = self._costs(cells)
         self.slowest = max(range(len(rows)), key=self.costs.__getitem__)
         self.slowest_by = _share(self.costs[self.slowest], _average(self.costs)) - 1
@@ -149,8 +141,6 @@ def _lines(report: Report, rows: Sequence[Row], steps: int) -> Iterable[str]:
             )
     yield ""
     yield f"bubble           {percent(report.bubble):>6}   ideal {percent(report.ideal_bubble)}"
-    if report.take_turns:
-        yield "                 CPU devices take turns: this is no bubble of a pipeline"
     names = rows[report.slowest].layers
     layers = f"layers '{names[0]}'..'{names[-1]}'" if names else "no layers"
     yield (

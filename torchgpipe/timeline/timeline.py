@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from torchgpipe.schedule import Program
 from torchgpipe.timeline import drawing, trace
 from torchgpipe.timeline.report import Report
 from torchgpipe.timeline.span import Row, Span
@@ -27,20 +26,17 @@ class Timeline:
         self._spans: list[Span] | None = None
         self._rows: list[Row] = []
         self._micro_batches: dict[int, int] = {}
-        self._programs: dict[int, Program | None] = {}
         self._peak_memory: dict[torch.device, int | None] = {}
 
     def _fill(
         self,
         rows: Iterable[Row],
         micro_batches: Mapping[int, int],
-        programs: Mapping[int, Program | None],
         spans: Iterable[Span],
         peak_memory: Mapping[torch.device, int | None],
     ) -> None:
         self._rows = list(rows)
         self._micro_batches = dict(micro_batches)
-        self._programs = dict(programs)
         self._spans = list(spans)
         self._peak_memory = dict(peak_memory)
 
@@ -91,8 +87,7 @@ class Timeline:
     def save(self, path: str | PathLike[str]) -> None:
         """Write all spans as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
 
-        A process stands for a device, and its threads for the device's streams. An arrow leads from a copy to the wait
-        for it.
+        A process stands for a device, and its threads for the device's streams.
 
         Args:
             path: the file to write, such as ``'step.json'``
@@ -129,7 +124,7 @@ class Timeline:
         Raises:
             ValueError: no cell was recorded.
         """
-        return Report(self.spans, self._rows, self._micro_batches, self._peak_memory, self._programs)
+        return Report(self.spans, self._rows, self._micro_batches, self._peak_memory)
 
     def __repr__(self) -> str:
         if self._spans is None:

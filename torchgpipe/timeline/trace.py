@@ -1,8 +1,7 @@
 """Write a timeline as a Chrome trace: JSON that Perfetto and chrome://tracing draw.
 
 The format is Google's "Trace Event Format". Times are microseconds. A process stands for a device, and its threads for
-the device's streams; events of the type ``M`` name them. A span is a complete event (``X``). An arrow is the start
-(``s``) and the end (``f``) of a flow with the same id, and each of them is bound to the span around it.
+the device's streams; events of the type ``M`` name them. A span is a complete event (``X``).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def write(spans: Sequence[Span], path: Path) -> None:
 def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """Return all events of the trace."""
     tracks = _tracks(spans)
-    return [*_names(tracks), *(_complete(span, tracks[_key(span)]) for span in spans), *_arrows(spans, tracks)]
+    return [*_names(tracks), *(_complete(span, tracks[_key(span)]) for span in spans)]
 
 
 def _key(span: Span) -> tuple[str, str]:
@@ -78,35 +77,3 @@ def _title(span: Span) -> str:
     where = "" if span.other is None else f" {'to' if span.kind == 'copy' else 'for'} partition {span.other}"
     of = "of weights" if span.micro_batch == NO_MICRO_BATCH else span.micro_batch
     return f"{span.kind} {of}{where}{' (failed)' if span.failed else ''}"
-
-
-def _arrows(spans: Sequence[Span], tracks: dict[tuple[str, str], tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from every copy to the wait for it. Several copies between two partitions match waits in order."""
-    waits = {key: iter(waiting) for key, waiting in _by_ends(spans).items()}
-    number = 0
-    for copy in spans:
-        wait = next(waits.get(_ends(copy), iter(())), None) if copy.kind == "copy" else None
-        if wait is None:
-            continue  # This is not a copy, or an error came before the wait.
-        # The end of the arrow lies within the wait and after the start of the copy; a wait may begin before its copy.
-        arrival = (max(wait.start, min(copy.start, wait.end)) + wait.end) / 2
-        for ph, span, time in (("s", copy, copy.start), ("f", wait, arrival)):
-            pid, tid = tracks[_key(span)]
-            binding = {"bp": "e"} if ph == "f" else {}
-            arrow = {"ph": ph, "name": "copy", "cat": "copy", "id": number, "ts": time * 1e6, "pid": pid, "tid": tid}
-            yield {**arrow, **binding}
-        number += 1
-
-
-def _by_ends(spans: Iterable[Span]) -> dict[tuple[int | None, ...], list[Span]]:
-    waits: dict[tuple[int | None, ...], list[Span]] = {}
-    for span in spans:
-        if span.kind == "wait":
-            waits.setdefault(_ends(span), []).append(span)
-    return waits
-
-
-def _ends(span: Span) -> tuple[int | None, ...]:
-    """Return the key that a copy and the wait for it have in common."""
-    ends = (span.partition, span.other) if span.kind == "copy" else (span.other, span.partition)
-    return span.step, span.micro_batch, *ends
