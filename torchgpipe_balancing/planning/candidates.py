@@ -3,8 +3,7 @@
     1. Balance the seconds of the partitions (`best_split`). If every device has room, that is the candidate.
     2. If not, balance them within the memory, with nothing recomputed, and with all recomputed that saves memory. In
        these three balances, recompute the layers that save most for a second, until all fits.
-    3. Do so again, with the seconds of recomputation of the best in what is balanced.
-    4. Of those that fit, the one with the shortest simulated step is the candidate.
+    3. Of those that fit, the one with the shortest simulated step is the candidate.
 
 Within the memory, partitions of a device are taken to have the same layers. So the answer need not be the best, and
 what fits may be missed. Predictions are some per cent off, and the best few candidates run.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -150,25 +149,10 @@ def find_outcome(problem: Problem) -> Outcome:
     plain = problem.outcome(Choice(even))
     if problem.excess(plain) <= 0:
         return plain
-    best = _quickest(problem, _outcomes_within(problem))
-    again = best.choice.recomputed
-    return _quickest(problem, [best, *_outcomes_within(problem, again)]) if again else best
-
-
-def _quickest(problem: Problem, outcomes: Iterable[Outcome]) -> Outcome:
+    within = [_balance_within(problem, recomputes) for recomputes in {False, problem.may_recompute}]
+    balances = dict.fromkeys([even, *within])
+    outcomes = [_recompute(problem, balance) for balance in balances if balance is not None]
     return min(outcomes, key=lambda outcome: (max(0.0, problem.excess(outcome)), outcome.seconds))
-
-
-def _outcomes_within(problem: Problem, recomputed: Collection[int] = ()) -> list[Outcome]:
-    """Return what three balances cost: of seconds alone, and within the memory, without and with recomputation.
-
-    Args:
-        problem: the problem
-        recomputed: layers that the balances take to be recomputed
-    """
-    within = [_balance_within(problem, recomputes, recomputed) for recomputes in {False, problem.may_recompute}]
-    balances = dict.fromkeys([_balance(problem, recomputed), *within])
-    return [_recompute(problem, balance) for balance in balances if balance is not None]
 
 
 def _nearest_outcome(problem: Problem) -> Outcome:
@@ -185,15 +169,12 @@ def _nearest_outcome(problem: Problem) -> Outcome:
     return best
 
 
-def _balance_within(
-    problem: Problem, recomputes: bool, recomputed: Collection[int] = (), more: float = 0.0
-) -> tuple[int, ...] | None:
+def _balance_within(problem: Problem, recomputes: bool, more: float = 0.0) -> tuple[int, ...] | None:
     """Return the balance whose partitions take equally long, among those that fit; None if none is found.
 
     Args:
         problem: the problem
         recomputes: whether layers may be recomputed so that it fits
-        recomputed: layers that are taken to be recomputed
         more: bytes that each device has beside its memory
     """
     layers, held = problem.layers, _micro_batches_held(problem)
@@ -211,16 +192,12 @@ def _balance_within(
         if recomputes:
             need = np.minimum(need, sum(alike) * least + room)
         fits.append(need + len(alike) * state <= problem.devices[place].memory + more)
-    return _balance(problem, recomputed, fits)
+    return _balance(problem, fits)
 
 
-def _balance(
-    problem: Problem, recomputed: Collection[int] = (), fits: Sequence[Any] | None = None
-) -> tuple[int, ...] | None:
-    """Return the balance whose partitions take equally long, if these layers are recomputed; see `best_split`."""
+def _balance(problem: Problem, fits: Sequence[Any] | None = None) -> tuple[int, ...] | None:
+    """Return the balance whose partitions take equally long; see `best_split`."""
     seconds = [layer.forward + layer.backward for layer in problem.layers]
-    for k in recomputed:
-        seconds[k] += _seconds_again(problem, k)
     cuts = best_split(seconds, [problem.devices[place].slowness for place in problem.places], fits)
     return None if cuts is None else tuple([end - start for start, end in pairwise(cuts)])
 
