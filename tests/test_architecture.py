@@ -86,10 +86,10 @@ CAPS = {
         "integrations": 65,
         "public paths": 107,
     },
-    "torchgpipe_balancing": {"balancing": 502, "planning": 1449},
+    "torchgpipe_balancing": {"balancing": 502, "planning": 1443},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18691
+TOTAL = 18685
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -3,7 +3,7 @@
 Nothing is measured: what fits follows from bytes. As few partitions as fit go round the devices, under 'LayerMajor';
 layers are recomputed only if they do not fit otherwise. A device has to hold, for partitions of layers
 
-    slots times the largest weights,  three times the largest gradients,  all buffers
+    twice the largest weights, one for each slot,  three times the largest gradients,  all buffers
     with recomputation: the largest kept of a layer, and four times the inputs of the layers of a partition
     without: all that its layers keep, for each micro-batch
 """
@@ -33,9 +33,10 @@ from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Prob
 
 __all__ = ["OffloadPlan", "plan_offload"]
 
-#: The fewest partitions whose weights have room on a device at a time, so that one computes while the other's weights
-#: come, and the most.
-_FEWEST, _MOST = 2, 4
+#: The partitions whose weights have room on a device at a time: one computes while the other's weights come. More slots
+#: for smaller partitions would move as much.
+_SLOTS = 2
+
 _MOST_PARTITIONS = 1024
 
 
@@ -47,7 +48,6 @@ class OffloadPlan:
         balance: the number of layers in each partition
         devices: the devices, which partitions use in turn
         chunks: the number of micro-batches
-        slots: for each device, the partitions whose weights have room there at a time
         recomputes: whether all layers are recomputed
         memory: for each device, the bytes that it needs
         bytes_up: the bytes of weights that go to the devices in a step
@@ -58,7 +58,6 @@ class OffloadPlan:
     balance: tuple[int, ...]
     devices: tuple[torch.device, ...]
     chunks: int
-    slots: tuple[int, ...]
     recomputes: bool
     memory: tuple[float, ...]
     bytes_up: int
@@ -72,14 +71,13 @@ class OffloadPlan:
         places = [self.devices[j % len(self.devices)] for j in range(len(self.balance))]
         recomputed = range(len(self.layers)) if self.recomputes else ()
         way = Config(self.balance, places, self.chunks, "LayerMajor", recomputed)
-        arguments = {**self._options, "offload": True, "slots": list(self.slots), **options}
+        arguments = {**self._options, "offload": True, "slots": _SLOTS, **options}
         return apply(model, self.layers, way, self._sample, arguments)
 
     def __str__(self) -> str:
-        slots = " and ".join(map(str, self.slots if len({*self.slots}) > 1 else self.slots[:1]))
         held = ", ".join(f"{shown_size(size)} on {device}" for device, size in zip(self.devices, self.memory))
         return (
-            f"{len(self.balance)} partitions, {slots} slots, chunks={self.chunks}, "
+            f"{len(self.balance)} partitions, {_SLOTS} slots, chunks={self.chunks}, "
             f"{'with' if self.recomputes else 'without'} recomputation\n"
             f"a step moves {shown_size(self.bytes_up)} up and {shown_size(self.bytes_down)} down\n"
             f"needs {held}"
@@ -139,24 +137,19 @@ def _made(
     problem = Problem(costs.layers_at(rows, states=0.0), tuple(devices), tuple(places), actions)
     recomputed = range(len(costs.layers) if recomputes else 0)
     taken = [problem.partition_cost(j, *span, recomputed) for j, span in enumerate(spans)]
-    slots, held = [], []
-    for k, device in enumerate(devices):
+    held = []
+    for k in range(n):
         placed = slice(k, None, n)
-        kept, largest = [cost.kept for cost in taken[placed]], sorted(weights[placed])
+        kept = [cost.kept for cost in taken[placed]]
         state = sum([cost.state for cost in taken[placed]]) + 3 * max(trained[placed], default=0)
         room = max([cost.room for cost in taken[placed]], default=0.0) + 4 * max(kept, default=0.0)
-        state += room if recomputes else problem.m * sum(kept)
-        # A device with less memory than others has fewer slots.
-        sizes = {count: state - sum(largest[:-count]) for count in range(_FEWEST, _MOST + 1)}
-        fitting = [count for count in sizes if count <= len(largest) and sizes[count] <= device.memory]
-        slots.append(max(fitting, default=_FEWEST))
-        held.append(sizes[slots[-1]])
-    stays = residency(actions, slots)
+        state -= sum(sorted(weights[placed])[:-_SLOTS])  # These are in host memory.
+        held.append(state + (room if recomputes else problem.m * sum(kept)))
+    stays = residency(actions, _SLOTS)
     return OffloadPlan(
         balance=tuple(balance),
         devices=tuple([torch.device(device.name) for device in devices]),
         chunks=chunks,
-        slots=tuple(slots),
         recomputes=recomputes,
         memory=tuple(held),
         bytes_up=stays.bytes_up(weights),

@@ -119,7 +119,7 @@ def plan(
         bandwidth: bytes a second between two devices (default: measured)
         seconds: how long to measure; some seventy steps run in any case
         trials: how many of the best candidates to run for a few steps, so that the quickest is chosen; 0 for none
-        offload: whether weights live in host memory: the plan then decides on partitions, slots, micro-batches and
+        offload: whether weights live in host memory: the plan then decides on partitions, micro-batches and
             recomputation under ``'LayerMajor'`` by their bytes; nothing is measured
         **options: further arguments of :class:`~torchgpipe.GPipe` or :func:`~torchgpipe.pipelined`, above all
             ``loss_fn``; the plan applies them, too

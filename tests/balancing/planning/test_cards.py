@@ -55,13 +55,8 @@ def test_cards_of_several_kinds_need_speeds(monkeypatch: pytest.MonkeyPatch) -> 
     assert quick(mlp(8), speeds=[2.0, 2.0]).balance
 
 
-def test_with_weights_in_host_memory_a_slow_card_gets_fewer_layers_and_a_small_one_fewer_slots() -> None:
+def test_with_weights_in_host_memory_a_slow_card_gets_fewer_layers() -> None:
     options: dict[str, Any] = {"batch": 8, "loss_fn": mean, "offload": True, "chunks": 2, "devices": DEVICES}
-    small = torchgpipe.plan(mlp(16), torch.randn(2, WIDTH), memory=["3KiB", "1GiB"], **options)
-    assert small.slots[0] < small.slots[1]
-    assert small.memory[0] <= 0.9 * 3 * 1024
-    assert tuple(small.apply(mlp(16))._host_memory.slots.values()) == small.slots
-    assert f"{small.slots[0]} and {small.slots[1]} slots" in str(small)
     slow = torchgpipe.plan(mlp(16), torch.randn(2, WIDTH), memory=["1GiB"] * 2, speeds=[1.0, 0.3], **options)
     assert sum(slow.balance[::2]) > sum(slow.balance[1::2])
 

@@ -35,9 +35,9 @@ def test_a_plan_fits_and_moves_what_it_says(make: Any, n: int) -> None:
     with counted():
         model.step(torch.randn(8, WIDTH))
     moved = transfers_of(memory)
-    assert tuple(memory.slots.values()) == plan.slots
+    assert {*memory.slots.values()} == {2}
     assert (moved.bytes_up, moved.bytes_down) == (plan.bytes_up, plan.bytes_down)
-    assert re.search(r"partitions, [\d and]+ slots.*\n.*up and .* down\nneeds .*", str(plan))
+    assert re.search(r"partitions, 2 slots.*\n.*up and .* down\nneeds .*", str(plan))
 
 
 def test_what_does_not_fit_would_with_the_memory_that_is_told() -> None:
@@ -50,5 +50,5 @@ def test_what_does_not_fit_would_with_the_memory_that_is_told() -> None:
 def test_layers_are_recomputed_only_if_they_do_not_fit_otherwise() -> None:
     much, little = (planned(mlp(LAYERS, WIDTH), [size], chunks=4) for size in ("1MiB", "9KiB"))
     assert not much.recomputes and little.recomputes
-    assert len(much.balance) < len(little.balance) or much.slots > little.slots
+    assert len(much.balance) < len(little.balance)
     assert not planned(mlp(LAYERS, WIDTH), ["1MiB"], checkpoint=False).recomputes
