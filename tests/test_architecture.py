@@ -84,12 +84,12 @@ CAPS = {
         "distributed": 462,
         "compat": 197,
         "integrations": 65,
-        "public paths": 107,
+        "public paths": 103,
     },
-    "torchgpipe_balancing": {"balancing": 502, "planning": 1443},
+    "torchgpipe_balancing": {"balancing": 496, "planning": 1434},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18669
+TOTAL = 18650
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchgpipe.devices.typing import Device
-from torchgpipe_balancing.measure import profile, profile_sizes
+from torchgpipe_balancing.measure import profile
 from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.profiles import LayerProfile, Profile, footprints
+from torchgpipe_balancing.profiles import LayerProfile, Profile
 from torchgpipe_balancing.walk import layers_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def balance_by_size(
 
     """
     check_partitions(len(layers_of(module)), partitions)
-    return partition(footprints(profile_sizes(module, sample, device=device)), partitions)
+    return profile(module, sample, device=device, timeout=0).balance(partitions, by="size")
 
 
 def balance_by_parameters(module: nn.Sequential, *, partitions: int) -> list[int]:

@@ -28,7 +28,7 @@ from torchgpipe_balancing.held import SavedTensors
 from torchgpipe_balancing.profiles import LayerProfile, Profile, Sizes, Times
 from torchgpipe_balancing.walk import Input, Output, gradients_of, layers_of, run, shapes_of, tensors_in, walk
 
-__all__ = ["profile", "profile_sizes", "undisturbed"]
+__all__ = ["profile", "undisturbed"]
 
 T = TypeVar("T")
 
@@ -94,19 +94,6 @@ def profile(module: nn.Sequential, sample: Any, *, device: Device | None = None,
         device=str(place),
         rounds=len(rounds),
     )
-
-
-def profile_sizes(module: nn.Sequential, sample: Any, *, device: Device | None = None) -> list[Sizes]:
-    """Count the sizes of a profile without taking times.
-
-    Arguments and errors are those of :func:`profile`.
-
-    Returns:
-        The sizes of each layer, in bytes.
-    """
-    place = _place(device, module, sample)
-    with undisturbed([place]) as outside:
-        return walk(module, sample, place, _SizeCounter(outside))
 
 
 class _SizeCounter:

@@ -13,7 +13,7 @@ from torchgpipe.devices.memory import shown_size
 from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.table import table
 
-__all__ = ["LayerProfile", "Profile", "Sizes", "Times", "footprints"]
+__all__ = ["LayerProfile", "Profile", "Sizes", "Times"]
 
 By = Literal["time", "size"]
 
@@ -52,27 +52,6 @@ class Sizes:
     parameters: int
     buffers: int
     output: int
-
-
-def footprints(sizes: Iterable[Sizes], *, chunks: int = 1, param_scale: float = 2.0) -> list[float]:
-    """Return the bytes that each layer takes in training: activations / chunks + parameters x param_scale.
-
-    Args:
-        sizes: what each layer holds
-
-    Keyword Args:
-        chunks: the number of micro-batches that the sample will be split into; one of them is counted
-        param_scale: how many times parameters are held, gradients and the optimizer's state included
-
-    Raises:
-        ValueError: `chunks` is below 1, or `param_scale` negative.
-
-    """
-    if chunks < 1:
-        raise ValueError(f"chunks must be 1 or more, not {chunks}")
-    if not param_scale >= 0:
-        raise ValueError(f"param_scale must be 0 or more, not {param_scale}")
-    return [size.activations / chunks + size.parameters * param_scale for size in sizes]
 
 
 @dataclass(frozen=True)
@@ -119,7 +98,7 @@ class Profile:
         """Return the cost of each layer.
 
         Args:
-            by: 'time', in seconds, or 'size', in bytes
+            by: 'time', in seconds, or 'size', in bytes: activations / chunks + parameters x param_scale
 
         Keyword Args:
             recompute: whether time includes one recomputation; pass False for ``checkpoint='never'``
@@ -134,7 +113,11 @@ class Profile:
         if by == "time":
             return [layer.times.total(recompute=recompute) for layer in self.layers]
         if by == "size":
-            return footprints((layer.sizes for layer in self.layers), chunks=chunks, param_scale=param_scale)
+            if chunks < 1:
+                raise ValueError(f"chunks must be 1 or more, not {chunks}")
+            if not param_scale >= 0:
+                raise ValueError(f"param_scale must be 0 or more, not {param_scale}")
+            return [layer.sizes.activations / chunks + layer.sizes.parameters * param_scale for layer in self.layers]
         raise ValueError(f"by must be 'time' or 'size', not {by!r}")
 
     def balance(

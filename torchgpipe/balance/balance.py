@@ -9,9 +9,7 @@ from torch import nn
 
 import torchgpipe_balancing
 from torchgpipe.devices.typing import Device
-from torchgpipe_balancing.measure import profile_sizes
-from torchgpipe_balancing.partition import check_partitions, partition
-from torchgpipe_balancing.profiles import footprints
+from torchgpipe_balancing.partition import check_partitions
 from torchgpipe_balancing.walk import layers_of
 
 __all__ = ["available", "balance_by_size", "balance_by_time"]
@@ -101,8 +99,8 @@ def balance_by_size(
             negative.
     """
     check_partitions(len(layers_of(module)), partitions)
-    sizes = profile_sizes(module, input, device=available(device))
-    return partition(footprints(sizes, chunks=chunks, param_scale=param_scale), partitions)
+    profile = torchgpipe_balancing.profile(module, input, device=available(device), timeout=0)
+    return profile.balance(partitions, by="size", chunks=chunks, param_scale=param_scale)
 
 
 def available(device: Device) -> Device | None:

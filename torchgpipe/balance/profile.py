@@ -13,8 +13,6 @@ from torch import nn
 import torchgpipe_balancing
 from torchgpipe.balance.balance import available
 from torchgpipe.devices.typing import Device
-from torchgpipe_balancing.measure import profile_sizes as sizes_of
-from torchgpipe_balancing.profiles import footprints
 
 __all__ = ["profile_sizes", "profile_times"]
 
@@ -48,5 +46,5 @@ def profile_sizes(module: nn.Sequential, input: Any, chunks: int, param_scale: f
     Raises:
         TypeError, ValueError: as in :func:`torchgpipe.balance.balance_by_size`
     """
-    sizes = sizes_of(module, input, device=available(device))
-    return [round(size) for size in footprints(sizes, chunks=chunks, param_scale=param_scale)]
+    profile = torchgpipe_balancing.profile(module, input, device=available(device), timeout=0)
+    return [round(size) for size in profile.costs("size", chunks=chunks, param_scale=param_scale)]

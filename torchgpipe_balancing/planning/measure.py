@@ -100,8 +100,8 @@ def measured(
         # One bandwidth stands for all links, that of the slowest.
         transfers = max([seconds_of_copies(*pair) for pair in apart], key=itemgetter(1), default=(0.0, 0.0))
     samples = [
-        [replace(size, **seconds_of) for seconds_of, size in zip(of_rows, sizes_of_rows)]
-        for of_rows, sizes_of_rows in zip(times, sizes, strict=True)
+        [replace(size, **seconds_of) for seconds_of, size in zip(*of_rows)]
+        for of_rows in zip(times, sizes, strict=True)
     ]
     where = "meta" if on_meta else ", ".join(map(str, devices))
     return make_costs(tested, samples, rows, cells, *transfers, where)
@@ -166,10 +166,8 @@ class _Bench:
                 model.zero_grad()
         return sizes
 
-    def times(
-        self, rows: Sequence[int], seconds: float, slowness: Sequence[float]
-    ) -> tuple[list[list[Times]], list[CellCosts]]:
-        """Return for each size of a micro-batch the times of each layer, and those of cells."""
+    def times(self, rows: Sequence[int], seconds: float, slowness: Sequence[float]) -> Any:
+        """Return for each size of a micro-batch the times of each layer; and those of cells."""
         schedules: list[ScheduleName] = ["1F1B", "ZeroBubble"] if len(self._devices) > 1 else ["1F1B"]
         runs = {key: Recorded() for key in product(rows, schedules, (True, False))}
         end = time.perf_counter() + seconds
@@ -181,16 +179,15 @@ class _Bench:
                 recorded.run(model, partial(step, count * m), self._devices)
             rounds += 1
         of_layers = [factor for factor, count in zip(slowness, self._counts) for _ in range(count)]
-        of_rows = [self._times_of(count, runs, of_layers) for count in rows]
-        return [times for times, _ in of_rows], [cells for _, cells in of_rows]
+        return zip(*[self._times_of(count, runs, of_layers) for count in rows])
 
     def _times_of(
         self, rows: int, runs: Mapping[tuple[int, ScheduleName, bool], Recorded], slowness: Sequence[float]
     ) -> tuple[list[Times], CellCosts]:
         layers, partitions = range(len(slowness)), range(len(self._devices))
         apart, together = (runs[rows, "1F1B", is_apart] for is_apart in (True, False))
-        seconds = {kind: [apart.mean(kind, k) for k in layers] for kind in "FB"}
-        cell = {kind: _beside(seconds[kind], [together.mean(kind, j) for j in partitions]) for kind in "FB"}
+        seconds = {kind: [apart.median(kind, k) for k in layers] for kind in "FB"}
+        cell = {kind: _beside(seconds[kind], [together.median(kind, j) for j in partitions]) for kind in "FB"}
         if len(partitions) == 1:
             seconds |= {kind: [backward / 2 for backward in seconds["B"]] for kind in "IW"}
             cell |= dict.fromkeys("IW", cell["B"] / 2)
@@ -198,14 +195,15 @@ class _Bench:
             halves, halves_together = (runs[rows, "ZeroBubble", is_apart] for is_apart in (True, False))
             first = self._counts[0]  # The first partition has no first half of backward.
             for kind in "IW":
-                seconds[kind] = [halves.mean(kind, k) for k in layers]
-                cell[kind] = _beside(seconds[kind][first:], [halves_together.mean(kind, j) for j in partitions[1:]])
+                seconds[kind] = [halves.median(kind, k) for k in layers]
+                cell[kind] = _beside(seconds[kind][first:], [halves_together.median(kind, j) for j in partitions[1:]])
         times = [
             {name: max(0.0, seconds[kind][k] - cell[kind]) / factor for kind, name in NAMES.items()}
             for k, factor in enumerate(slowness)
         ]
         window = statistics.median(together.windows)
-        factor = window / self._simulated(together, self._chunks(rows))
+        actions = program("1F1B", self._chunks(rows), partitions)
+        factor = window / simulate(actions, lambda action: together.median(action.kind, action.j)).seconds
         step = statistics.median(together.steps) - window
         return times, CellCosts(**{name: cell[kind] for kind, name in NAMES.items()}, step=step, factor=factor)
 
@@ -214,18 +212,13 @@ class _Bench:
         n = len(self._devices)
         return max(2, n, min(2 * n, self._batch // rows))
 
-    def _simulated(self, run: Recorded, m: int) -> float:
-        """Return the simulated seconds of the steps of a run with a partition a device."""
-        actions = program("1F1B", m, range(len(self._devices)))
-        return simulate(actions, lambda action: run.mean(action.kind, action.j)).seconds
-
 
 class Recorded:
     """What the steps of a pipeline have shown.
 
     Attributes:
         steps: the seconds of each step
-        windows: for each step, the seconds from the start of its first cell to the end of its last
+        windows: for each run, the seconds of a step from the start of its first cell to the end of its last
     """
 
     def __init__(self) -> None:
@@ -238,21 +231,14 @@ class Recorded:
         time_steps(step, devices, 1, pipeline)
         with record(pipeline, steps=_STEPS) as timeline:
             self.steps += time_steps(step, devices, _STEPS, pipeline)
-        spans = [span for span in timeline.spans if span.computes]
-        for span in spans:
-            self._seconds[_KINDS[span.kind], span.partition].append(span.seconds)
-        for number in timeline.steps:
-            of_step = [span for span in spans if span.step == number]
-            self.windows.append(max([span.end for span in of_step]) - min([span.start for span in of_step]))
+        self.windows.append(timeline.report().duration / _STEPS)
+        for span in timeline.spans:
+            if span.computes:
+                self._seconds[_KINDS[span.kind], span.partition].append(span.seconds)
 
-    def mean(self, kind: str, j: int) -> float:
-        """Return the mean of the middle half of the seconds of an action in partition ``j``.
-
-        A single delay does not change it.
-        """
-        ordered = sorted(self._seconds[kind, j])
-        cut = len(ordered) // 4
-        return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
+    def median(self, kind: str, j: int) -> float:
+        """Return the median of the seconds of an action in partition ``j``."""
+        return statistics.median(self._seconds[kind, j] or [0.0])
 
 
 def _beside(apart: Sequence[float], together: Sequence[float]) -> float:
