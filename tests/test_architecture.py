@@ -70,7 +70,7 @@ CAPS = {
         "listener": 65,
         "graph": 345,
         "transport": 152,
-        "gradients": 585,
+        "gradients": 581,
         "offload": 738,
         "cell": 619,
         "drive": 799,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1434},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18650
+TOTAL = 18646
 
 #: The most lines of code of any room.
 LARGEST = 1900

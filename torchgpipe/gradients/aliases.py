@@ -1,9 +1,9 @@
 """Aliases in the place of parameters while the cells of a program run.
 
-An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one partition add. A parameter
-that several partitions share has an alias in each of them, so the order of the sum does not depend on the order of
+An alias has the memory of a parameter and a ``.grad`` of its own, to which the cells of one column add. A parameter
+that several columns share has an alias in each of them, so the order of the sum does not depend on the order of
 threads. On another device the alias is a copy, made once for each mini-batch. Where weights live in host memory, an
-alias has memory only while its partition is resident, see `torchgpipe.offload.aliases`; here all of them always have.
+alias has memory only while its column is resident, see `torchgpipe.offload.aliases`; here all of them always have.
 
 A gradient that arrives while no cell is being differentiated would stay at the alias, unnoticed: a forward calls
 backward(), or a hook has kept a tensor of a module, which the caller differentiates by itself. Where that can happen,
@@ -34,7 +34,7 @@ from torchgpipe.model.attached import attributes_with, has_memory_of, with_attac
 
 __all__ = ["Aliases", "Slot", "weights_of"]
 
-#: A place of a parameter: the module, the name there, and the partition.
+#: A place of a parameter: the module, the name there, and the column.
 Slot = tuple[nn.Module, str, int]
 
 
@@ -56,8 +56,8 @@ class Aliases:
 
     Args:
         slots: where parameters are
-        devices: the device of each partition
-        streams: tells what must be copied; None if all parameters are on the devices of their partitions
+        devices: the device of each column
+        streams: tells what must be copied; None if all parameters are on the devices of their columns
         lock: held while the modules have the aliases, which other threads must not meet
         backward: whether gradients are wanted
         watched: whether gradients that do not come from a cell are refused
@@ -82,13 +82,11 @@ class Aliases:
         self._devices, self._streams = devices, streams
         self._backward, self._watched = backward, watched
         self._lock, self._calls = lock, calls.get()
-        #: By the id of a parameter, and the partition.
-        self._by_partition: dict[tuple[int, int], Tensor] = {}
+        #: The aliases of each parameter, by column.
+        self._aliases: dict[Tensor, dict[int, Tensor]] = {}
         #: The parameter of each alias.
         self._parameters: dict[Tensor, Tensor] = {}
-        #: The aliases of each trained parameter, by partition.
-        self._of_trained: dict[Tensor, dict[int, Tensor]] = {}
-        self._in_partition: list[list[Tensor]] = [[] for _ in devices]
+        self._in_column: list[list[Tensor]] = [[] for _ in devices]
         self._installed: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for module, name, j in slots:
             parameter = module._parameters[name]
@@ -96,11 +94,10 @@ class Aliases:
                 alias = self._alias(parameter, j, f"'{name}' of a {type(module).__name__}")
                 if alias is not parameter:
                     self._installed.append((module, name, parameter, alias))
-        self.trained = list(self._of_trained)
+        self.trained = [parameter for parameter in self._aliases if backward and parameter.requires_grad]
 
     def _alias(self, parameter: Tensor, j: int, name: str = "") -> Tensor:
-        key = (id(parameter), j)
-        known = self._by_partition.get(key)
+        known = self._aliases.get(parameter, {}).get(j)
         if known is not None:
             return known
         trains = self._backward and parameter.requires_grad
@@ -112,10 +109,8 @@ class Aliases:
             vars(alias).update(self._attributes(parameter, alias, j, name))
         if trains and self._watched:
             alias.register_post_accumulate_grad_hook(_refuse_outside)  # type: ignore[no-untyped-call]
-        self._by_partition[key] = alias
-        self._in_partition[j].append(alias)
-        if trains:
-            self._of_trained.setdefault(parameter, {})[j] = alias
+        self._aliases.setdefault(parameter, {})[j] = alias
+        self._in_column[j].append(alias)
         return alias
 
     def _attributes(self, parameter: Tensor, alias: Tensor, j: int, name: str) -> dict[str, Any]:
@@ -139,7 +134,7 @@ class Aliases:
 
         Args:
             parameter: the parameter
-            j: the partition
+            j: the column
             name: names the parameter, for errors; '' where the model uses it outside of its module
             trains: whether the alias gets a gradient
         """
@@ -157,8 +152,8 @@ class Aliases:
         return home is not None and self._streams.moves(home, device)
 
     def at(self, tensor: Tensor, j: int) -> Tensor | None:
-        """Return the alias in partition ``j`` of a parameter, given it or an alias of it; None for others."""
-        is_known = tensor in self._parameters or (id(tensor), j) in self._by_partition
+        """Return the alias in column ``j`` of a parameter, given it or an alias of it; None for others."""
+        is_known = tensor in self._parameters or j in self._aliases.get(tensor, ())
         return self.make(tensor, j) if is_known else None
 
     def parameter_of(self, tensor: Tensor) -> Tensor:
@@ -166,7 +161,7 @@ class Aliases:
         return self._parameters.get(tensor, tensor)
 
     def make(self, tensor: Tensor, j: int) -> Tensor:
-        """Return the alias in partition ``j`` of a parameter of the model, given it or an alias of it."""
+        """Return the alias in column ``j`` of a parameter of the model, given it or an alias of it."""
         return self._alias(self.parameter_of(tensor), j)
 
     def verify_apart(self) -> None:
@@ -175,7 +170,7 @@ class Aliases:
         Raises:
             RuntimeError: it begins at a tensor from the midst of the model as well, whose graph is freed by then.
         """
-        trained = [alias for aliases in self._of_trained.values() for alias in aliases.values()]
+        trained = [alias for parameter in self.trained for alias in self._aliases[parameter].values()]
         if any(map(will_run, nodes_behind(trained))):
             raise differentiated_by_itself("the model")
 
@@ -184,29 +179,29 @@ class Aliases:
         return {self._parameters[leaf] for leaf in leaves if leaf in self._parameters}
 
     def all(self) -> list[Tensor]:
-        """Return the aliases in all partitions."""
-        return [alias for aliases in self._in_partition for alias in aliases]
+        """Return the aliases in all columns."""
+        return [alias for aliases in self._in_column for alias in aliases]
 
     def of(self, j: int) -> list[Tensor]:
-        """Return the aliases in a partition."""
-        return self._in_partition[j]
+        """Return the aliases in a column."""
+        return self._in_column[j]
 
     def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
-        """Check that a tensor has memory while partition ``j`` is resident; here all do."""
+        """Check that a tensor has memory while column ``j`` is resident; here all do."""
 
     def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
-        """Check that no tensor that leaves a partition is a weight that will be evicted; here none is."""
+        """Check that no tensor that leaves a column is a weight that will be evicted; here none is."""
 
     def verify_unchanged(self, j: int) -> None:
-        """Check that no parameter of a partition has changed since its alias was made; here they share the memory."""
+        """Check that no parameter of a column has changed since its alias was made; here they share the memory."""
 
     @contextmanager
     def filled(self, j: int) -> Iterator[None]:
-        """Let the gradients of a cell of partition ``j`` arrive in a ``with`` block, in this thread."""
+        """Let the gradients of a cell of column ``j`` arrive in a ``with`` block, in this thread."""
         # Around it, this thread may differentiate a cell of another pipeline.
         around, _differentiating.is_a_cell = _differentiating.is_a_cell, True
         try:
-            with unshared(self._in_partition[j]):
+            with unshared(self._in_column[j]):
                 yield
         finally:
             _differentiating.is_a_cell = around
@@ -240,21 +235,21 @@ class Aliases:
         return [self._take(parameter) for parameter in self.trained]
 
     def take_of(self, j: int) -> Iterator[tuple[Tensor, Leaf]]:
-        """Yield the trained parameters that no partition before ``j`` has, with their gradients, and leave none.
+        """Yield the trained parameters that no column before ``j`` has, with their gradients, and leave none.
 
-        An earlier partition may add to the aliases of a later one, too: what it recomputes finds those in the modules.
+        An earlier column may add to the aliases of a later one, too: what it recomputes finds those in the modules.
         """
         for parameter in self.trained:
-            if min(self._of_trained[parameter]) == j:
+            if min(self._aliases[parameter]) == j:
                 yield parameter, self._take(parameter)
 
     def _take(self, parameter: Tensor) -> Leaf:
-        aliases = self._of_trained[parameter]
+        aliases = self._aliases[parameter]
         if len(aliases) == 1:
             (alias,) = aliases.values()
             return self._take_from(alias, parameter)
         total = None
-        for _, alias in sorted(aliases.items()):  # Partitions are always added in this order.
+        for _, alias in sorted(aliases.items()):  # Columns are always added in this order.
             total = sum_of(total, self._take_from(alias, parameter))
         return total
 
@@ -268,7 +263,7 @@ class Aliases:
 
 
 def weights_of(slots: Iterable[Slot]) -> Iterator[tuple[Tensor, int]]:
-    """Yield the parameters in slots, and the tensors among the attributes of frozen ones, each with its partition."""
+    """Yield the parameters in slots, and the tensors among the attributes of frozen ones, each with its column."""
     for module, name, j in slots:
         parameter = module._parameters[name]
         if parameter is not None and not is_lazy(parameter):

@@ -1,9 +1,9 @@
-"""Aliases of parameters that live in host memory: an alias has memory only while its partition is resident.
+"""Aliases of parameters that live in host memory: an alias has memory only while its column is resident.
 
 It keeps its identity meanwhile, so graphs that have saved the alias stay valid. The tensors among the attributes of a
 frozen parameter, such as the scales of a packed weight, have aliases of their own, which come and go with it.
 `residence` says when weights are uploaded and evicted. Reading an alias without memory would end the process, so what
-leaves a partition, and at first each operation, is verified.
+leaves a column, and at first each operation, is verified.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OffloadedAliases(Aliases):
     ) -> None:
         self.host_memory = host_memory
         host_memory.streams = streams or host_memory.streams
-        #: By the key of the storage of an alias: its partition, and the alias.
+        #: By the key of the storage of an alias: its column, and the alias.
         self._places: dict[int, tuple[int, Tensor]] = {}
         self._names: dict[Tensor, str] = {}
         #: What an alias was made with. The forward may give the alias other memory, packed for this device.
@@ -69,7 +69,7 @@ class OffloadedAliases(Aliases):
         values = self.host_memory.alias(parameter, self._devices[j])
         alias = parameter_like(parameter, values, requires_grad=trains)
         self._memory[alias] = values
-        if not name:  # The model uses it outside of its module, while partition j is resident.
+        if not name:  # The model uses it outside of its module, while column j is resident.
             self._fill(alias, parameter, j)
         self._names.setdefault(parameter, name)
         self._places[storage_key(alias)] = j, alias
@@ -92,12 +92,12 @@ class OffloadedAliases(Aliases):
         return sum_of(None if before is None else before.to(parameter.device), super()._take_from(alias, parameter))
 
     def at(self, tensor: Tensor, j: int) -> Tensor | None:
-        """Return the alias in partition ``j`` of a parameter, or the same view of it, given a view of an alias."""
+        """Return the alias in column ``j`` of a parameter, or the same view of it, given a view of an alias."""
         known = super().at(tensor, j)
         column, alias = self._places.get(storage_key(tensor), (j, tensor))
         if known is not None or column == j or tensor.dtype != alias.dtype or tensor.is_conj() or tensor.is_neg():
             return known
-        # The memory of the view leaves with its partition. Views change shapes only, so the same elements are in both.
+        # The memory of the view leaves with its column. Views change shapes only, so the same elements are in both.
         view = self.make(alias, j).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         return view if tensor.requires_grad else view.detach()
 
@@ -141,7 +141,7 @@ class OffloadedAliases(Aliases):
                     self._downloaded[alias] = grad if before is None else sum_of(before, grad)  # type: ignore[assignment]
 
     def verify_unchanged(self, j: int) -> None:
-        """Check that the parameters of a partition are what they were when they were first uploaded.
+        """Check that the parameters of a column are what they were when they were first uploaded.
 
         Raises:
             RuntimeError: one has been changed in place, or has other memory.
@@ -156,7 +156,7 @@ class OffloadedAliases(Aliases):
                 )
 
     def verify_untouched(self, j: int) -> None:
-        """Check that the model has not changed the aliases of a partition.
+        """Check that the model has not changed the aliases of a column.
 
         Raises:
             RuntimeError: it has changed one in place, and the change would be lost; or it has taken tensors from one,
@@ -178,14 +178,14 @@ class OffloadedAliases(Aliases):
         return self._names[self._parameters[alias]]
 
     def column_of(self, tensor: Tensor) -> int | None:
-        """Return the partition of an alias, or of a view of it; None for other tensors."""
+        """Return the column of an alias, or of a view of it; None for other tensors."""
         return self._places.get(storage_key(tensor), (None,))[0]
 
     def verify_present(self, tensor: Tensor, j: int, user: str) -> None:
-        """Check that a tensor has memory while partition ``j`` is resident.
+        """Check that a tensor has memory while column ``j`` is resident.
 
         Raises:
-            RuntimeError: it is a weight of another partition, or a view of one, or was evicted.
+            RuntimeError: it is a weight of another column, or a view of one, or was evicted.
         """
         place = self._places.get(storage_key(tensor))
         if place is None and tensor.numel() and not memory_of(tensor).nbytes():
@@ -201,7 +201,7 @@ class OffloadedAliases(Aliases):
             )
 
     def verify_returned(self, tensors: Iterable[Leaf], where: str) -> None:
-        """Check that no tensor that leaves a partition is a weight.
+        """Check that no tensor that leaves a column is a weight.
 
         Raises:
             RuntimeError: one is a weight, or a view of it, which will be evicted.
