@@ -13,7 +13,7 @@ import torchgpipe
 from tests.offload.transfers import counted, transfers_of
 from torchgpipe.front.pipelined import pipelined_apart, runs_of
 from torchgpipe_balancing.planning.measure import make_costs
-from torchgpipe_balancing.planning.model_under_test import prepare_model
+from torchgpipe_balancing.planning.model_under_test import ModelUnderTest
 from torchgpipe_balancing.planning.problem import Layer
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
@@ -78,7 +78,7 @@ def test_weights_of_4_bits_in_host_memory() -> None:
         with torch.no_grad(), counted():
             assert torch.equal(*[model.eval()(x) for model in models])
         assert moved.bytes_up - bytes >= 4 * size and not any(moved.present.values())
-    tested = prepare_model(plain(4), torch.randn(2, 64), None, 2, {"loss_fn": functional.mse_loss})
+    tested = ModelUnderTest(plain(4), torch.randn(2, 64), None, 2, {"loss_fn": functional.mse_loss})
     costs = make_costs(tested, [[Layer()] * len(tested.layers)], [2], [])
     assert sum([layer.parameters for layer in costs.layers]) == 4 * size, "a plan counts what moves"
 

@@ -29,7 +29,7 @@ from torchgpipe.spine.sample import Study, study
 from torchgpipe.spine.settings import Settings
 from torchgpipe_balancing.walk import copied, layers_of
 
-__all__ = ["AnyModule", "Config", "Layers", "ModelUnderTest", "apply", "prepare_model", "release_memory"]
+__all__ = ["Config", "ModelUnderTest", "apply", "release_memory"]
 
 
 class Config(NamedTuple):
@@ -53,30 +53,79 @@ class Config(NamedTuple):
 class ModelUnderTest:
     """A copy of the model to plan for.
 
+    The layers of a Sequential are those of GPipe, those of any other module the parts of its spine.
+
+    Args:
+        model: the model
+        sample: as for GPipe's step, or for `pipelined`
+        target: the target of the loss function, with the rows of the sample
+        partitions: the largest number of partitions
+        options: further arguments of GPipe or `pipelined`
+
+    Raises:
+        TypeError: the model is no module.
+        ValueError: the sample has no rows, or the model cannot be pipelined.
+
     Attributes:
         layers: for each layer, the names of the modules that it consists of
         rows: the number of rows of the sample
         loss: where the loss comes from, for people
     """
 
-    layers: list[list[str]]
-    rows: int
-    loss: str
-    #: Returns the position of the layer that a parameter or buffer belongs to.
-    _layer_of: Callable[[str], int]
-    #: Returns the sample with so many rows.
-    _arguments: Callable[[int], Arguments]
-
-    def __init__(
-        self, model: nn.Module, rows: int, target: Any, options: Mapping[str, Any], *, has_own_loss: bool
-    ) -> None:
-        if not rows:
+    def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, but is {type(model).__name__}")
+        self._target, has_own_loss = target, False
+        self._sample: Any = None
+        self._pipeline: Any = None
+        self._studied: Study | None = None
+        #: Returns the sample with so many rows.
+        self._arguments: Callable[[int], Arguments]
+        #: Returns the position of the layer that a parameter or buffer belongs to.
+        self._layer_of: Callable[[str], int]
+        if isinstance(model, nn.Sequential):
+            self._model: nn.Module = _copied(model)
+            tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
+            self.rows = len(tensors[0]) if tensors else 0
+            self._arguments = lambda rows: Arguments((resized(sample, self.rows, rows),), {})
+        else:
+            verify_module(model)
+            self._model = _copied(model)
+            self._sample = arguments_of(sample)
+            # The sample runs once, before the partitions are on different devices.
+            self._studied = study(self._model, self._sample, options.get("no_chunk", ()), rounds=1)
+            has_own_loss = "loss_fn" not in options and own_loss(self._studied.traces[0].output) is not None
+            self.rows = self._studied.splitter.rows
+            self._arguments = partial(self._studied.splitter.resized, self._sample)
+        if not self.rows:
             raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
-        self._model, self.rows, self._target = model, rows, target
+        if isinstance(model, nn.Sequential):
+            names = list(layers_of(model))
+            self.layers = [[name] for name in names]
+            self._layer_of = lambda name: names.index(name.partition(".")[0])
+        else:
+            settings = self._each_part_apart(partitions, options)
+            parts = range(len(settings.devices))
+            self.layers = [[name for name, k in settings.doors.items() if k == part] for part in parts]
+            self._layer_of = settings.column_of
         has_loss = has_own_loss or "loss_fn" in options
         self._options = {**({} if has_loss else {"loss_fn": _mean_of_all, "reduce": "mean"}), **options}
         known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
         self.loss = "loss_fn" if "loss_fn" in options else known
+
+    def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
+        """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
+        more: dict[str, Any] = dict.fromkeys(("loss_fn", "weight", "reduce"))
+        more |= {"no_chunk": options.get("no_chunk", ()), "checkpoint": (), "chunks": 1, "schedule": "1F1B"}
+
+        def arranged(n: int, balance: Any, *, fixed: bool) -> Settings:
+            devices, apart = [torch.device("cpu")] * n, {"apart": True, "studied": self._studied, **more}
+            return arrange(self._model, self._sample, devices, fixed=fixed, balance=balance, **apart)
+
+        # A schedule with more partitions than there are parts is left out later.
+        spine = arranged(partitions, "parameters", fixed=False).layout.spine
+        begins = [name.split("..")[0] for name in spine]
+        return arranged(len(begins), {name: j for j, name in enumerate(begins) if j}, fixed=True)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the copy."""
@@ -110,7 +159,13 @@ class ModelUnderTest:
 
     def pipeline(self, config: Config) -> tuple[nn.Module, Callable[..., Any]]:
         """Pipeline the copy; return it, and what runs a step on so many rows."""
-        model = self._pipelined(config)
+        sample, options = None, self._options
+        if self._studied is not None:
+            if self._pipeline is not None:
+                self._pipeline.unpipelined()
+            # Without a proof, which what is only measured needs not; `Plan.apply` has it.
+            sample, options = tuple(self._sample), {**options, "verify": False}
+        model = self._pipeline = apply(self._model, self.layers, config, sample, options, self._studied)
 
         def step(rows: int) -> Any:
             args, kwargs = self._arguments(rows)
@@ -118,37 +173,10 @@ class ModelUnderTest:
 
         return model, step
 
-    def _pipelined(self, config: Config) -> Any:
-        raise NotImplementedError
-
     def _beside(self, value: Any) -> Any:
         """Return a value with its tensors on the device of the model."""
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         return mapped(value, lambda tensor: tensor.to(device))
-
-
-def prepare_model(
-    model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]
-) -> ModelUnderTest:
-    """Return a copy of a model, with a sample, for a plan.
-
-    Args:
-        model: the model
-        sample: as for GPipe's step, or for `pipelined`
-        target: the target of the loss function, with the rows of the sample
-        partitions: the largest number of partitions
-        options: further arguments of GPipe or `pipelined`
-
-    Raises:
-        TypeError: the model is no module.
-        ValueError: the sample has no rows, or the model cannot be pipelined.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, but is {type(model).__name__}")
-    if isinstance(model, nn.Sequential):
-        return Layers(model, sample, target, options)
-    verify_module(model)
-    return AnyModule(model, sample, target, partitions, options)
 
 
 def apply(
@@ -182,64 +210,6 @@ def release_memory(devices: Iterable[torch.device]) -> None:
     gc.collect()  # A model may be in cycles of its own.
     if any(device.type != "cpu" for device in devices):
         torch.accelerator.empty_cache()
-
-
-class Layers(ModelUnderTest):
-    """A Sequential, whose layers are those of GPipe."""
-
-    def __init__(self, model: nn.Sequential, sample: Any, target: Any, options: Mapping[str, Any]) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
-        sample_rows = len(tensors[0]) if tensors else 0
-        super().__init__(_copied(model), sample_rows, target, options, has_own_loss=False)
-        names = list(layers_of(model))
-        self.layers = [[name] for name in names]
-        self._layer_of = lambda name: names.index(name.partition(".")[0])
-        self._arguments = lambda rows: Arguments((resized(sample, sample_rows, rows),), {})
-
-    def _pipelined(self, config: Config) -> Any:
-        return apply(self._model, self.layers, config, None, self._options)
-
-
-class AnyModule(ModelUnderTest):
-    """Any other module, whose layers are the parts of its spine."""
-
-    def __init__(self, model: nn.Module, sample: Any, target: Any, partitions: int, options: Mapping[str, Any]) -> None:
-        model = _copied(model)
-        self._sample = arguments_of(sample)
-        # The sample runs once, before the partitions are on different devices.
-        self._studied = study(model, self._sample, options.get("no_chunk", ()), rounds=1)
-        has_own_loss = "loss_fn" not in options and own_loss(self._studied.traces[0].output) is not None
-        splitter = self._studied.splitter
-        super().__init__(model, splitter.rows, target, options, has_own_loss=has_own_loss)
-        self._arguments = partial(splitter.resized, self._sample)
-        settings = self._each_part_apart(partitions, options)
-        parts = range(len(settings.devices))
-        self.layers = [[name for name, k in settings.doors.items() if k == part] for part in parts]
-        self._layer_of = settings.column_of
-        self._pipeline: Any = None
-
-    def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
-        """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
-
-        more: dict[str, Any] = dict.fromkeys(("loss_fn", "weight", "reduce"))
-        more |= {"no_chunk": options.get("no_chunk", ()), "checkpoint": (), "chunks": 1, "schedule": "1F1B"}
-
-        def arranged(n: int, balance: Any, *, fixed: bool) -> Settings:
-            devices, apart = [torch.device("cpu")] * n, {"apart": True, "studied": self._studied, **more}
-            return arrange(self._model, self._sample, devices, fixed=fixed, balance=balance, **apart)
-
-        # A schedule with more partitions than there are parts is left out later.
-        spine = arranged(partitions, "parameters", fixed=False).layout.spine
-        begins = [name.split("..")[0] for name in spine]
-        return arranged(len(begins), {name: j for j, name in enumerate(begins) if j}, fixed=True)
-
-    def _pipelined(self, config: Config) -> Any:
-        if self._pipeline is not None:
-            self._pipeline.unpipelined()
-        # Without a proof, which what is only measured needs not; `Plan.apply` has it.
-        options = {**self._options, "verify": False}
-        self._pipeline = apply(self._model, self.layers, config, tuple(self._sample), options, self._studied)
-        return self._pipeline
 
 
 def _mean_of_all(output: Any, _target: Any) -> Tensor:

@@ -28,7 +28,7 @@ from torchgpipe_balancing.planning.candidates import rows_of
 from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.counting import count_bytes
 from torchgpipe_balancing.planning.measure import make_costs
-from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest, apply, prepare_model
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest, apply
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
 
 __all__ = ["OffloadPlan", "plan_offload"]
@@ -99,7 +99,7 @@ def plan_offload(
     Returns:
         the plan with the fewest bytes up, and the bytes of memory that the one with the least needs on a device
     """
-    tested = prepare_model(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
+    tested = ModelUnderTest(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
     costs = _counted(tested, rows_of(batch, max(chunks)))
     best, least, n = None, math.inf, len(planned)
     for recomputes, count, partitions in product(sorted(recompute), chunks, _numbers(n, len(costs.layers))):

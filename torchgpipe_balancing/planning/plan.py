@@ -32,7 +32,7 @@ from torchgpipe_balancing.planning.candidates import (
 )
 from torchgpipe_balancing.planning.check import Check, try_out
 from torchgpipe_balancing.planning.measure import measured
-from torchgpipe_balancing.planning.model_under_test import prepare_model, release_memory
+from torchgpipe_balancing.planning.model_under_test import ModelUnderTest, release_memory
 from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
@@ -169,7 +169,7 @@ def plan(
     sizes = sorted({rows_of(batch, count) for count in counts})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     with undisturbed(places) as outside:
-        tested = prepare_model(model, sample, target, most, options)
+        tested = ModelUnderTest(model, sample, target, most, options)
         outside.note([tested.plain(tested.rows)], tested.parameters())
         if len(tested.layers) < len(places):
             raise ValueError(

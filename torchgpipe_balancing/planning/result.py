@@ -15,7 +15,7 @@ from torchgpipe_balancing.measure import undisturbed
 from torchgpipe_balancing.planning import picture, text
 from torchgpipe_balancing.planning.candidates import Candidate, PlanInput, least_seconds, most_partitions, problem_of
 from torchgpipe_balancing.planning.check import Check, config_of, run_check
-from torchgpipe_balancing.planning.model_under_test import apply, prepare_model, release_memory
+from torchgpipe_balancing.planning.model_under_test import ModelUnderTest, apply, release_memory
 from torchgpipe_balancing.planning.problem import Outcome
 
 __all__ = ["Plan"]
@@ -133,7 +133,7 @@ class Plan:
         """
         most = most_partitions(self.input.schedules, len(self.input.devices))
         with undisturbed(self.devices):
-            tested = prepare_model(model, self.sample, self.target, most, self.options)
+            tested = ModelUnderTest(model, self.sample, self.target, most, self.options)
             if tested.layers != [list(layer.modules) for layer in self.input.costs.layers]:
                 raise ValueError("the model has other layers than those that were planned for; plan again for it")
             made = run_check(tested, self.input, self.best, steps)

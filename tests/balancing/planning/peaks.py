@@ -24,7 +24,7 @@ from torchgpipe.model.values import each
 from torchgpipe_balancing import Plan
 from torchgpipe_balancing.planning.candidates import most_partitions, problem_of
 from torchgpipe_balancing.planning.check import config_of
-from torchgpipe_balancing.planning.model_under_test import ModelUnderTest, prepare_model
+from torchgpipe_balancing.planning.model_under_test import ModelUnderTest
 
 __all__ = ["activation_peaks"]
 
@@ -38,7 +38,7 @@ def activation_peaks(plan: Plan, model: nn.Module) -> tuple[list[float], list[fl
     seen = tuple([replace(layer, waiting=0.0, state=0.0) for layer in problem.layers])
     predicted = replace(problem, layers=seen).outcome(best.choice).memory
     most = most_partitions(plan.input.schedules, len(plan.input.devices))
-    tested, config = prepare_model(model, plan.sample, plan.target, most, plan.options), config_of(plan.input, best)
+    tested, config = ModelUnderTest(model, plan.sample, plan.target, most, plan.options), config_of(plan.input, best)
     pipeline, step = tested.pipeline(config)
     step(plan.input.batch)
     pipeline.zero_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.balancing.planning.models import WIDTH, mlp
 from torchgpipe_balancing.planning.counting import count_bytes
-from torchgpipe_balancing.planning.model_under_test import Config, prepare_model
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 from torchgpipe_balancing.planning.problem import Layer
 
 ROWS = 3
@@ -20,7 +20,7 @@ X = ROWS * WIDTH * 4
 
 def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) -> list[Layer]:
     """Return what is counted in a pipeline with a partition a layer, as plans count it; on meta, without one."""
-    tested = prepare_model(model, sample, None, 2, options)
+    tested = ModelUnderTest(model, sample, None, 2, options)
     n = len(tested.layers)
     _, step = tested.pipeline(Config([1] * n, [torch.device("cpu", 2 * k // n) for k in range(n)], 1))
     return count_bytes(tested, partial(step, rows))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import torchgpipe
 from tests.balancing.planning.models import WIDTH, Residual, mlp
 from torchgpipe.spine import arrange
-from torchgpipe_balancing.planning.model_under_test import Config, prepare_model
+from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
 
 CPUS = [torch.device("cpu", k) for k in range(2)]
 
@@ -45,7 +45,7 @@ def configs(devices: list[torch.device]) -> list[Config]:
 
 @pytest.mark.parametrize(("table_rows", "options"), [(4, {"no_chunk": ["table"]}), (1, {})])
 def test_other_numbers_of_rows_change_what_is_split_and_nothing_else(table_rows: int, options: dict[str, Any]) -> None:
-    tested = prepare_model(Model(table_rows), sample(table_rows), None, 2, options)
+    tested = ModelUnderTest(Model(table_rows), sample(table_rows), None, 2, options)
 
     assert tested.rows == 4
     for rows in (1, 3, 10):
@@ -56,7 +56,7 @@ def test_other_numbers_of_rows_change_what_is_split_and_nothing_else(table_rows:
 
 
 def test_the_sample_runs_before_the_copy_is_spread_over_devices_and_not_again(monkeypatch: Any) -> None:
-    tested = prepare_model(Model(), sample(), None, 2, {"no_chunk": ["table"]})
+    tested = ModelUnderTest(Model(), sample(), None, 2, {"no_chunk": ["table"]})
     monkeypatch.setattr(arrange, "study", lambda *_, **__: pytest.fail("on several devices the model cannot run"))
 
     for config in configs(CPUS):
@@ -67,7 +67,7 @@ def test_the_sample_runs_before_the_copy_is_spread_over_devices_and_not_again(mo
 def test_nothing_reaches_the_graph_of_the_sample(is_sequential: bool) -> None:
     leaf = torch.randn(4, WIDTH, requires_grad=True)
     model = mlp(4) if is_sequential else Residual(3)
-    tested = prepare_model(model, leaf * 2, None, 2, {})
+    tested = ModelUnderTest(model, leaf * 2, None, 2, {})
     for _ in range(2):
         _, step = tested.pipeline(Config([2, 2], CPUS, 2))
         step(4)
