@@ -86,10 +86,10 @@ CAPS = {
         "integrations": 65,
         "public paths": 103,
     },
-    "torchgpipe_balancing": {"balancing": 496, "planning": 1419},
+    "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18631
+TOTAL = 18630
 
 #: The most lines of code of any room.
 LARGEST = 1900

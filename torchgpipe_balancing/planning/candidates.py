@@ -202,11 +202,6 @@ def _balance(problem: Problem, fits: Sequence[Any] | None = None) -> tuple[int, 
     return None if cuts is None else tuple([end - start for start, end in pairwise(cuts)])
 
 
-def _seconds_again(problem: Problem, k: int) -> float:
-    """Return the seconds that recomputation of a layer takes."""
-    return problem.layers[k].forward + problem.cell.forward + problem.cell.backward
-
-
 def _recompute(problem: Problem, balance: tuple[int, ...]) -> Outcome:
     """Return what a balance costs, with the layers recomputed on each device that save most for a second.
 
@@ -216,6 +211,7 @@ def _recompute(problem: Problem, balance: tuple[int, ...]) -> Outcome:
     if not problem.may_recompute:
         return outcome
     of_layers = [j for j, count in enumerate(balance) for _ in range(count)]
+    cell = problem.cell.forward + problem.cell.backward  # Beside the forward of a layer, its recomputation takes these.
 
     def saves(k: int) -> float:
         return held[of_layers[k]] * (problem.layers[k].kept - problem.layers[k].input)
@@ -224,7 +220,7 @@ def _recompute(problem: Problem, balance: tuple[int, ...]) -> Outcome:
     for device, need in enumerate(outcome.memory):
         # The backward of the last layer follows its forward at once.
         owned = [k for k, j in enumerate(of_layers[:-1]) if problem.places[j] == device and saves(k) > 0]
-        owned.sort(key=lambda k: -saves(k) / max(_seconds_again(problem, k), 1e-300))
+        owned.sort(key=lambda k: -saves(k) / max(problem.layers[k].forward + cell, 1e-300))
         room, needs = 0.0, [need]
         for k in owned:
             # While one layer is recomputed, the device needs room for it.
