@@ -188,3 +188,13 @@ def test_recomputation_trades_time_for_memory() -> None:
     assert max(simulated.peaks) <= 2.0
     kept = simulate(fastest(m, range(n), costs, limits=2.0), costs)
     assert simulated.seconds < kept.seconds
+
+
+@pytest.mark.parametrize("places", [[0, 1], [0, 1, 1, 0], [0, 1, 0, 1]])
+def test_actions_that_take_no_time_run(places: list[int]) -> None:
+    """A plan's first partition takes none in I, and its program was empty: 'the program is for 0 micro-batches'."""
+
+    def costs(action: Action) -> float:
+        return 0.0 if action.kind == "I" and not action.j else {"F": 8.1, "I": 3.7, "W": 18.9}[action.kind] + action.j
+
+    verify(fastest(2, places, costs), 2, places)

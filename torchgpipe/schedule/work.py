@@ -99,7 +99,7 @@ def work_of(
         m,
         n,
         device,
-        [cost / scale for cost in costs],
+        [max(cost / scale, 10 * EPSILON) for cost in costs],  # What takes no time would tie with what needs it.
         [size / rooms[place] for size, place in zip(rise, device)],
         [size / rooms[place] for size, place in zip(fall, device)],
         [[(b, late / scale) for b, late in row] for row in links],
