@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from contextvars import ContextVar
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -51,14 +50,18 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
-#: Within `pipelined_apart`, what the sample has shown, if anything; else None.
-_measured: ContextVar[Sequence[Study] | None] = ContextVar("measured", default=None)
-
 #: How many partitions a device has under ``offload``, unless ``partitions`` says it.
 _PARTITIONS_EACH = 8
 
 #: The arguments that must be the same in all processes.
 _ALIKE = ["chunks", "partitions", "balance", "schedule", "checkpoint", "no_chunk", "reduce", "verify", "gather"]
+
+
+class _Apart(NamedTuple):
+    """A sample of `pipelined_apart`, and what it has shown, if it ran before."""
+
+    sample: Any
+    studied: Study | None
 
 
 def pipelined(
@@ -170,6 +173,9 @@ def pipelined(
         Exception: what the plain module raises on the sample, with a note.
     """
     verify_module(module)
+    apart, studied = isinstance(sample, _Apart), None
+    if isinstance(sample, _Apart):
+        sample, studied = sample
     window = sample if isinstance(sample, MicroBatches) else window_of(arguments_of(sample))
     verify_independent(window, "the sample of pipelined")
     if chunks is None and window is None:
@@ -191,14 +197,11 @@ def pipelined(
     partitions = None if partitions is None else verify_number("partitions", partitions)
     balance, devices = _by_numbers(balance, devices)
     processes = None if mesh is None else Processes(mesh, timeout)
-    if processes is None:
-        places, fixed = _devices(devices, partitions, balance, rounds=_PARTITIONS_EACH if offload else 1)
-    else:
-        if offload:
-            raise ValueError("offload= is for one process; over several, leave it out, and give more processes")
-        places, fixed = _devices_of_processes(processes, devices, partitions, balance), True
-    arguments, measured = arguments_of(sample if window is None else window[0]), _measured.get()
-    studied = measured[0] if measured else None
+    if offload and processes is not None:
+        raise ValueError("offload= is for one process; over several, leave it out, and give more processes")
+    rounds = _PARTITIONS_EACH if offload else 1
+    places, fixed = _devices(processes, devices, partitions, balance, rounds=rounds)
+    arguments = arguments_of(sample if window is None else window[0])
     with nullcontext() if processes is None else processes.all_together("the study of the sample"):
         if processes is not None:
             given = [arguments] if window is None else [*map(arguments_of, window)]
@@ -214,7 +217,7 @@ def pipelined(
             balance=balance,
             no_chunk=[name for name in whole if name != "target" or has_argument(module.forward, name)],
             checkpoint=checkpoint,
-            apart=measured is not None or schedule in APART or bool(offload) or processes is not None,
+            apart=apart or schedule in APART or bool(offload) or processes is not None,
             studied=studied,
             splits=window is None,
             chunks=count,
@@ -278,11 +281,7 @@ def pipelined_apart(module: M, sample: Any, *, studied: Study | None = None, **o
     Returns:
         ``module``
     """
-    token = _measured.set([] if studied is None else [studied])
-    try:
-        return pipelined(module, sample, **options)
-    finally:
-        _measured.reset(token)
+    return pipelined(module, _Apart(sample, studied), **options)
 
 
 def _sizes(module: nn.Module, settings: Settings) -> list[tuple[str, torch.device, int]]:
@@ -319,28 +318,6 @@ def _prove(runs: Pipeline, sample: Arguments, target: Any, *, verifies: bool) ->
         warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=3)  # the caller of pipelined
 
 
-def _devices_of_processes(
-    processes: Processes,
-    devices: Iterable[Device] | None,
-    partitions: int | None,
-    balance: str | Sequence[int] | Mapping[str, int],
-) -> list[torch.device]:
-    """Return the device of each partition in its process, and let the processes know their partitions."""
-    own = [default_device()] if devices is None else [canonical_device(device) for device in devices]
-    n = partitions
-    if not isinstance(balance, str):
-        n = n or (1 + max(balance.values()) if isinstance(balance, Mapping) else len(balance))
-    places = [(rank, device) for rank in range(processes.size) for device in own]
-    n = n or len(places)
-    if n % len(places):
-        raise ValueError(
-            f"{n} partitions do not go evenly round {processes.size} processes with {len(own)} devices each; give a "
-            "multiple as partitions"
-        )
-    processes.owners = [places[j % len(places)][0] for j in range(n)]
-    return [places[j % len(places)][1] for j in range(n)]
-
-
 def _by_numbers(
     balance: str | Sequence[int] | Mapping[str, Any], devices: Iterable[Device] | None
 ) -> tuple[str | Sequence[int] | Mapping[str, int], Iterable[Device] | None]:
@@ -356,6 +333,7 @@ def _by_numbers(
 
 
 def _devices(
+    processes: Processes | None,
     devices: Iterable[Device] | None,
     partitions: int | None,
     balance: str | Sequence[int] | Mapping[str, int],
@@ -365,43 +343,46 @@ def _devices(
     """Return the device of each partition, and whether so many partitions were asked for.
 
     Args:
+        processes: the processes, which get to know their partitions; None for this one alone
         devices: as for `pipelined`
         partitions: as for `pipelined`
         balance: as for `pipelined`
         rounds: how often partitions go round the devices if their number is not given
     """
-    n = partitions
+    n, asked_by = partitions, "partitions="
     counts: Any = [*balance.values()] if isinstance(balance, Mapping) else balance
-    if isinstance(counts, str):
-        asked_by = "partitions="
-    elif isinstance(counts, Sequence) and all([type(count) is int and count >= 0 for count in counts]):
+    if not isinstance(counts, str):
+        if not isinstance(counts, Sequence) or not all([type(count) is int and count >= 0 for count in counts]):
+            raise TypeError(
+                "balance must be 'time', 'parameters' or 'size', a list with the number of parts in each partition, or "
+                f"a dict from names to the numbers of partitions, but got {balance!r}"
+            )
         asked_by = "balance="
         n = n or (1 + max(counts, default=0) if isinstance(balance, Mapping) else len(counts))
-    else:
+    if isinstance(devices, (str, int, torch.device)):
         raise TypeError(
-            "balance must be 'time', 'parameters' or 'size', a list with the number of parts in each partition, or a "
-            f"dict from names to the numbers of partitions, but got {balance!r}"
+            f"devices must be a list with a device for each partition, such as {[str(devices)] * 2}, but got "
+            f"{devices!r}"
         )
     if devices is not None:
-        if isinstance(devices, (str, int, torch.device)):
-            raise TypeError(
-                f"devices must be a list with a device for each partition, such as {[str(devices)] * 2}, but got "
-                f"{devices!r}"
-            )
-        places = [canonical_device(device) for device in devices]
+        own = [canonical_device(device) for device in devices]
     else:
-        places = working_devices()[:n]
-    if not places:
+        own = working_devices()[:n] if processes is None else [default_device()]
+    if not own:
         raise ValueError("devices must name at least one device, but is empty")
+    ranks = range(1 if processes is None else processes.size)
+    places = [(rank, device) for rank in ranks for device in own]
     if n is not None and (n < 1 or n % len(places)):
+        there = f"{len(own)} devices" if processes is None else f"{len(ranks)} processes with {len(own)} devices each"
         raise ValueError(
-            f"{n} partition{'s do' if n != 1 else ' does'} not go evenly round {len(places)} devices, and {asked_by} "
-            "asks for that; give a device for each partition, or a multiple of the devices as partitions"
+            f"{n} partition{'s do' if n != 1 else ' does'} not go evenly round {there}, and {asked_by} asks for that; "
+            "give a device for each partition, or a multiple of the devices as partitions"
         )
-    if n is None and rounds > 1:
-        return places * rounds, False
-    asked = n is not None or devices is not None or places[0].type != "cpu"
-    return places * ((n or len(places)) // len(places)), asked
+    asked = n is not None or (rounds == 1 and (devices is not None or own[0].type != "cpu"))
+    spread = [places[j % len(places)] for j in range(n or rounds * len(places))]
+    if processes is not None:
+        processes.owners = [rank for rank, _ in spread]
+    return [device for _, device in spread], asked or processes is not None
 
 
 def verify_module(module: Any) -> None:
