@@ -64,7 +64,7 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1067,
+        "model": 1066,
         "batch": 1230,
         "norms": 256,
         "listener": 65,
@@ -74,12 +74,12 @@ CAPS = {
         "offload": 738,
         "cell": 619,
         "drive": 799,
-        "proof": 305,
+        "proof": 306,
         "gpipe": 383,
         "spine": 1451,
         "run": 1696,
         "pipeline": 848,
-        "front": 1433,
+        "front": 1410,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18611
+TOTAL = 18588
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -21,34 +21,16 @@ from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.step_loss import MicroBatchLoss
 from torchgpipe.pipeline.whole import Whole
 from torchgpipe.proof.leaves import Leaves
-from torchgpipe.proof.proof import Gradients, Roots, differentiate, take_fingerprints
+from torchgpipe.proof.proof import Gradients, Roots, Run, differentiate, take_fingerprints
 from torchgpipe.replay.random import generators_in
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.run.visitors import unobserved
 
-__all__ = ["Number", "PlainModel", "PlainRun", "quote"]
+__all__ = ["Number", "PlainModel", "quote"]
 
 #: What backward of the number of a micro-batch begins with: a half, as of two micro-batches of equal weight, so that
 #: even gradients that ignore it are those of a step.
 _SHARE = 0.5
-
-
-class PlainRun(NamedTuple):
-    """What the plain model has computed, micro-batch by micro-batch.
-
-    Attributes:
-        outputs: the output of each micro-batch, without a graph
-        loss: the loss of a step, if a loss function is compared
-        buffers: the buffers that have changed
-        gradients: those of all micro-batches; None if the plain model cannot be differentiated
-        draws: whether it draws random numbers
-    """
-
-    outputs: list[Any]
-    loss: Tensor | None
-    buffers: dict[str, Tensor]
-    gradients: Gradients | None
-    draws: bool
 
 
 class Number(NamedTuple):
@@ -56,12 +38,12 @@ class Number(NamedTuple):
 
     Attributes:
         value: the number
-        gradients: its gradients; None if it has no graph
+        gradients: its gradients; none if it has no graph
         scale: what backward has begun with: gradients that do not follow the loss show by it
     """
 
     value: Tensor
-    gradients: Gradients | None
+    gradients: Gradients
     scale: float = 1.0
 
 
@@ -139,7 +121,7 @@ class PlainModel:
         self._aliases.verify_returned((tensor for _, tensor in each(output)), "the model")
         return output
 
-    def apart(self, *, backward: bool = True, scale: int = 1) -> PlainRun:
+    def apart(self, *, backward: bool = True, scale: int = 1) -> Run:
         """Run each micro-batch.
 
         Args:
@@ -162,8 +144,8 @@ class PlainModel:
             loss = self.loss.sum() if self.loss is not None and backward else None
             with unobserved():
                 changed = buffers()
-            gradients = take() if backward else None
-        return PlainRun(outputs, loss, changed, gradients, self.drew)
+            gradients = take() if backward else {}
+        return Run(outputs, changed, gradients, self.drew, loss)
 
     def numbers_of(self, i: int | None) -> tuple[Any, dict[str, Number]]:
         """Return the output without its graph, and the numbers in it with their gradients.
@@ -186,7 +168,7 @@ class PlainModel:
                 if not roots:
                     roots, found = {"": self._roots_of_rows(i, output)}, {"": torch.zeros(())}
             for path, begin in roots.items():
-                gradients = None
+                gradients = Gradients()
                 # Nobody differentiates outputs in evaluation, where layers may have kernels without a backward.
                 tells = bool(path) or self._module.training
                 if begin and self._differentiate(begin, keep_graph=path != [*roots][-1], tells=tells):

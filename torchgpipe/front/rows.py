@@ -16,12 +16,11 @@ from torchgpipe.batch.inputs import Arguments
 from torchgpipe.batch.outputs import join
 from torchgpipe.front.plain import Number, PlainModel
 from torchgpipe.model.comparison import Comparison, difference_of
-from torchgpipe.model.fingerprint import length, weighted_sum
 from torchgpipe.model.untouched import in_mode
 from torchgpipe.model.values import each
 from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.pipeline.pipeline import Pipeline
-from torchgpipe.proof.proof import OF_ROWS
+from torchgpipe.proof.proof import OF_ROWS, differing_most
 
 __all__ = ["Rows", "have_equal_tensors"]
 
@@ -59,8 +58,7 @@ class Rows:
                 apart = [part[path] for _, part in parts if path in part]
                 if path:
                     self._compare_number(path, number, apart)
-                elif not self._fits(number, apart, [1.0] * len(apart)):
-                    name = _differing_most(number, apart, [1.0] * len(apart))
+                elif name := self._differing_most(number, apart, [1.0] * len(apart)):
                     comparison.note("gradients, rows together and apart", OF_ROWS.format(name))
             if not comparison.is_equal:
                 self._explain_change(training)
@@ -84,14 +82,19 @@ class Rows:
 
     def _fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""
-        # A mean over no labels is nan.
-        counted = [(number, share) for number, share in zip(apart, shares) if share]
-        parts = [float(number.value) * share for number, share in counted]
-        whole, loose = float(together.value), self._comparison.loose
-        if not math.isclose(whole, sum(parts), rel_tol=loose, abs_tol=loose * max(map(abs, parts), default=0.0)):
-            return False
-        gaps = _gaps(together, [number for number, _ in counted], [share for _, share in counted]).values()
-        return math.sqrt(sum([gap for gap, _ in gaps])) <= loose * math.sqrt(sum([size for _, size in gaps]))
+        return self._has_value(together, apart, shares) and not self._differing_most(together, apart, shares)
+
+    def _has_value(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
+        """Return whether a number of all rows is that of micro-batches with these shares."""
+        parts = [float(number.value) * share for number, share in zip(apart, shares) if share]  # Of no labels, nan.
+        loose = self._comparison.loose
+        largest = max(map(abs, parts), default=0.0)
+        return math.isclose(float(together.value), sum(parts), rel_tol=loose, abs_tol=loose * largest)
+
+    def _differing_most(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> str:
+        """Return the name of the gradient of a number that differs most; '' if none does."""
+        parts = [(share / number.scale, number.gradients) for number, share in zip(apart, shares) if share]
+        return differing_most(together.gradients, parts, self._comparison.loose)
 
     def _numbers_of_all(self) -> tuple[Any, dict[str, Number]]:
         try:
@@ -118,9 +121,8 @@ class Rows:
         numbers, indices = Numbers(settings, self._plain.batch), range(len(self._sizes))
         rules = [] if with_loss else numbers.rules(path)
         tried = [[*map(numbers.shares(rule).of, indices)] for rule in rules] or [[*self._plain.factors.values()]]
-        values = [number._replace(gradients=None) for number in apart]
-        by_value = [k for k, shares in enumerate(tried) if self._fits(together, values, shares)]
-        fitting = [k for k in by_value if self._fits(together, apart, tried[k])]
+        by_value = [k for k, shares in enumerate(tried) if self._has_value(together, apart, shares)]
+        fitting = [k for k in by_value if not self._differing_most(together, apart, tried[k])]
         k = [*fitting, *by_value, 0][0]
         may_differ = path in settings.may_differ
         if len(rules) > 1 and (fitting or (by_value and may_differ)):
@@ -131,11 +133,11 @@ class Rows:
         joined = torch.stack([number.value * share for number, share in zip(apart, tried[k])]).sum()
         fault = ""
         if not fitting and by_value:
-            fault = self._describe_gradient_of(path, _differing_most(together, apart, tried[k]))
+            fault = self._describe_gradient_of(path, self._differing_most(together, apart, tried[k]))
         elif not fitting:
             fault = self._describe_number(path, together, apart, joined)
         name = "loss" if with_loss else f"'{path}'"
-        comparison.add_number(f"{name}, rows together and apart", together.value, joined, fault)
+        comparison.note(f"{name}, rows together and apart", fault, float(together.value), float(joined))
 
     def _compare_outputs(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
         settings, with_loss, loose = self._settings, self._plain.with_loss, self._comparison.loose
@@ -201,29 +203,6 @@ _CHANGES = (
     "either, so micro-batches cannot give what all rows give; switch off what it observes or counts, as by "
     "model.apply(torch.ao.quantization.disable_observer)"
 )
-
-
-def _gaps(together: Number, apart: Sequence[Number], shares: Sequence[float]) -> dict[str, tuple[float, float]]:
-    """Return the squares of the difference and of the size of each gradient; nothing if a number has none."""
-    if any([number.gradients is None for number in (together, *apart)]):
-        return {}
-    gaps: dict[str, tuple[float, float]] = {}
-    for name, of_all in (together.gradients or {}).items():
-        known = [(1.0, of_all)] if of_all is not None else []
-        if any([name not in (number.gradients or {}) for number in apart]):
-            continue  # A leaf outside of the model that no run before had used.
-        terms = [(share / one.scale, (one.gradients or {}).get(name)) for one, share in zip(apart, shares)]
-        joined = weighted_sum([(share, one) for share, one in terms if one is not None])
-        size = max(length(joined), *[one.norm for _, one in known], 0.0)
-        gap = length(weighted_sum(known), joined)
-        gaps[name] = gap * gap, size * size
-    return gaps
-
-
-def _differing_most(together: Number, apart: Sequence[Number], shares: Sequence[float]) -> str:
-    """Return the name of the gradient that differs most."""
-    gaps = _gaps(together, apart, shares)
-    return max(gaps, key=lambda name: gaps[name][0], default="a parameter")
 
 
 def have_equal_tensors(a: Any, b: Any) -> bool:

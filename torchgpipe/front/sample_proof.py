@@ -24,7 +24,7 @@ from torchgpipe.batch.rule import Rule
 from torchgpipe.cell.cell import Export
 from torchgpipe.devices.memory import ran_out_of_memory
 from torchgpipe.devices.torch_internals import BatchNormBase, is_of_compiler
-from torchgpipe.front.plain import PlainModel, PlainRun, quote
+from torchgpipe.front.plain import PlainModel, quote
 from torchgpipe.front.rows import Rows, have_equal_tensors
 from torchgpipe.front.variation import vary_sample
 from torchgpipe.model.comparison import Compared, Comparison
@@ -34,7 +34,7 @@ from torchgpipe.model.values import each
 from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.whole import Whole
 from torchgpipe.processes.wire import register
-from torchgpipe.proof.proof import Expected, compare_gradients, has_nan, nan_error, take_fingerprints, without_zeros
+from torchgpipe.proof.proof import Run, compare_gradients, has_nan, nan_error, take_fingerprints, without_zeros
 from torchgpipe.replay.random import generators_in
 from torchgpipe.run.kept import KeptAttributes
 from torchgpipe.run.visitors import unobserved
@@ -187,7 +187,7 @@ class SampleProof:
         with modes[0], modes[1], without_compiler(module), plain.outside, without_zeros(module):
             training, apart = self._run_apart()
             self._refuse_nan(apart.outputs)
-            unclear = [name for name, grad in (apart.gradients or {}).items() if grad and math.isnan(grad.norm)]
+            unclear = [name for name, grad in apart.gradients.items() if grad and math.isnan(grad.norm)]
             if unclear:
                 comparison.skip(f"gradients of the parameters {unclear}, which are nan in the plain model")
             norms = [child for child in module.modules() if isinstance(child, BatchNormBase)]
@@ -210,7 +210,7 @@ class SampleProof:
                 # What differs in training is told first.
                 comparison.rows += [comparison.rows.pop(begin) for _ in range(begin, end)]
 
-    def _run_apart(self) -> tuple[bool, PlainRun]:
+    def _run_apart(self) -> tuple[bool, Run]:
         """Run the plain model on each micro-batch, in training if it can be, or else in evaluation."""
         for training in (True, False):
             try:
@@ -227,7 +227,7 @@ class SampleProof:
             self._rows.find_divisors()
         return training, run
 
-    def _evaluated(self, apart: PlainRun, couples: bool) -> list[Any] | None:
+    def _evaluated(self, apart: Run, couples: bool) -> list[Any] | None:
         """Compare rows in evaluation, unless the model does there what it does in training; return the outputs."""
         try:
             with in_mode(self._module, False), torch.no_grad():
@@ -240,7 +240,8 @@ class SampleProof:
         self._refuse_nan(run.outputs)
         if self._has_rows and (couples or not all(map(have_equal_tensors, run.outputs, apart.outputs))):
             self._rows.compare(False)
-        return run.outputs
+        outputs: list[Any] = run.outputs
+        return outputs
 
     def _refuse_nan(self, outputs: Sequence[Any]) -> None:
         """Refuse outputs that have nan in the plain model, which shows nothing.
@@ -293,7 +294,7 @@ class SampleProof:
 
     # -------------------------------------------------------------------------------------------------------- pipeline
 
-    def _compare_pipeline(self, apart: PlainRun) -> None:
+    def _compare_pipeline(self, apart: Run) -> None:
         settings = self._settings
         paths = {path for output in apart.outputs for path, _ in each(output)}
         unknown = sorted({*settings.may_differ} - paths.union({"loss"}, *settings.study.kinds.values()))
@@ -308,16 +309,16 @@ class SampleProof:
             )
         with self._in_parts(), self._plain.untouched():
             gradients, buffers = self.run_pipeline(apart)
-        if gradients is not None and apart.gradients is not None:
-            expected = Expected(apart.gradients, lambda scale: self._plain.apart(scale=scale).gradients or {})
+        if gradients is not None:
             faults = {name: self._describe_gradient(j, name) for name, (j, _) in gradients.items()}
-            compare_gradients(self.comparison, expected, {name: one for name, (_, one) in gradients.items()}, faults)
+            ours, scaled = {name: one for name, (_, one) in gradients.items()}, lambda k: self._plain.apart(scale=k)
+            compare_gradients(self.comparison, apart, scaled, ours, faults)
         said = f"is changed in another way than by the plain model; {_COUNTS_AGAIN}; or {_advise(self._module)}"
         self.comparison.add_named(
             "buffer '{}'", apart.buffers, buffers, f"the buffer '{{}}' {said}", self.comparison.tight
         )
 
-    def run_pipeline(self, apart: PlainRun | None) -> tuple[_Gradients | None, dict[str, Tensor]]:
+    def run_pipeline(self, apart: Run | None) -> tuple[_Gradients | None, dict[str, Tensor]]:
         """Run the pipeline, and compare its outputs, in the first of several processes.
 
         Args:
@@ -360,7 +361,7 @@ class SampleProof:
                 if apart.loss is not None:
                     fault = "the loss of the pipeline is not that of the plain model"
                     self.comparison.add("loss", apart.loss, total[""], fault, tolerance=self.comparison.tight)
-            goes_on = apart is not None and self.comparison.is_equal and apart.gradients is not None
+            goes_on = apart is not None and self.comparison.is_equal and bool(apart.gradients)
             if together is not None:
                 goes_on = together.processes.gather(goes_on, "whether outputs are equal")[0]
             if goes_on:

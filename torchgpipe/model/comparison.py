@@ -14,7 +14,7 @@ rounding error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -112,48 +112,40 @@ class Comparison:
         if reason not in self.skipped:
             self.skipped.append(reason)
 
-    def add_number(self, name: str, plain: Tensor, ours: Tensor, fault: str) -> None:
-        """Add the row of a number that was compared.
-
-        Args:
-            name: what it is
-            plain: the plain model's
-            ours: the pipeline's
-            fault: what is wrong and the next move; '' if they are equal but for rounding
-        """
-        a, b = float(plain), float(ours)
-        self.rows.append(Compared(name, abs(a), abs(b), abs(a - b), fault))
-
-    def compare_gradients(
-        self, name: str, plain: Fingerprint | None, ours: Fingerprint | None, fault: str, *, noise: float = 0.0
-    ) -> Compared:
-        """Compare two gradients, and return the row, whose ``fault`` is '' if they are equal but for the order of sums.
+    def add_gradient(
+        self, name: str, plain: Fingerprint | None, ours: Fingerprint | None, fault: str, noise: Callable[[], float]
+    ) -> None:
+        """Compare two gradients, which may differ by the order of sums, and add the row.
 
         Args:
             name: what they are
             plain: the plain model's; None for no gradient
             ours: the pipeline's; None for no gradient
             fault: what to say if they differ
-            noise: the norm of the rounding of the plain model's, if that is known
+            noise: returns the norm of the rounding of the plain model's, which is measured only where it matters
         """
         a, b = (math.nan if one is None else one.norm for one in (plain, ours))
         if are_equal(plain, ours):
-            return Compared(name, a, b, 0.0, "")
-        shapes = {one.bits[1:] for one in (plain, ours) if one is not None}
-        nothing = (0.0,) * len((plain or ours).projections)  # type: ignore[union-attr]
+            self.rows.append(Compared(name, a, b, 0.0, ""))
+            return
+        known = [one for one in (plain, ours) if one is not None]
+        nothing = (0.0,) * len(known[0].projections)
         difference = length(*[nothing if one is None else one.projections for one in (plain, ours)])
-        size = max([one.norm for one in (plain, ours) if one is not None])
-        is_equal = len(shapes) == 1 and difference <= self.tight * size * (None not in (plain, ours)) + 8 * noise
-        return Compared(name, a, b, difference, "" if is_equal else fault)
+        near = self.tight * max([one.norm for one in known]) if len(known) == 2 else 0.0
+        is_alike = len({one.bits[1:] for one in known}) == 1
+        is_equal = is_alike and (difference <= near or difference <= near + 8 * noise())
+        self.rows.append(Compared(name, a, b, difference, "" if is_equal else fault))
 
-    def note(self, name: str, fault: str) -> None:
-        """Add a row for what could not be compared.
+    def note(self, name: str, fault: str, plain: float = math.nan, ours: float = math.nan) -> None:
+        """Add a row for a number that was compared, or for what could not be compared.
 
         Args:
             name: what it is
-            fault: what is wrong and the next move
+            fault: what is wrong and the next move; '' if nothing is
+            plain: the plain model's number
+            ours: the pipeline's number
         """
-        self.rows.append(Compared(name, math.nan, math.nan, math.nan, fault))
+        self.rows.append(Compared(name, abs(plain), abs(ours), abs(plain - ours), fault))
 
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.rows], default=4)

@@ -23,9 +23,11 @@ Nothing is left behind: gradients of parameters go to stand-ins, those of other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +39,12 @@ from torchgpipe.replay.ambient import Ambient
 
 __all__ = [
     "OF_ROWS",
-    "Expected",
     "Gradients",
     "Roots",
+    "Run",
     "compare_gradients",
     "differentiate",
+    "differing_most",
     "has_nan",
     "nan_error",
     "take_fingerprints",
@@ -61,52 +64,82 @@ OF_ROWS = (
 )
 
 
-class Expected(NamedTuple):
-    """The gradients of the plain model.
+class Run(NamedTuple):
+    """What a run has left.
 
     Attributes:
-        gradients: the gradients
-        scaled: runs the plain model again, and returns its gradients of so many times the loss
+        outputs: the outputs, without a graph
+        buffers: the buffers that have changed
+        gradients: those of all micro-batches; none if the plain model cannot be differentiated
+        draws: whether it has drawn random numbers
+        loss: the loss of a step, if it is apart from the outputs
     """
 
+    outputs: Any
+    buffers: dict[str, Tensor]
     gradients: Gradients
-    scaled: Callable[[int], Gradients]
-
-    def noise(self) -> dict[str, float]:
-        """Return the norm of the rounding of each gradient."""
-        noise: dict[str, float] = {}
-        for scale in (3, 5):
-            for name, scaled in self.scaled(scale).items():
-                known = self.gradients.get(name)
-                if known is not None and scaled is not None:
-                    gap = length(known.projections, weighted_sum([(1 / scale, scaled)]))
-                    noise[name] = max(noise.get(name, 0.0), gap)
-        return noise
+    draws: bool
+    loss: Tensor | None = None
 
 
 def compare_gradients(
-    comparison: Comparison, expected: Expected, ours: Gradients, faults: Mapping[str, str], what: str = ""
+    comparison: Comparison,
+    plain: Run,
+    scaled: Callable[[int], Run],
+    ours: Gradients,
+    faults: Mapping[str, str],
+    what: str = "",
 ) -> None:
     """Compare gradients of a pipeline with those of the plain model, and add the rows.
 
     Args:
         comparison: takes the rows
-        expected: those of the plain model
+        plain: the run of the plain model
+        scaled: runs the plain model again, with gradients of so many times the loss
         ours: those of the pipeline
         faults: what to say of each that differs
         what: what they are gradients of, for the rows
     """
-    noise: dict[str, float] | None = None
+
+    @cache
+    def noise() -> dict[str, float]:
+        """Return the norm of the rounding of each gradient."""
+        found: dict[str, float] = {}
+        for scale in (3, 5):
+            for name, one in scaled(scale).gradients.items():
+                known = plain.gradients.get(name)
+                if known is not None and one is not None:
+                    gap = length(known.projections, weighted_sum([(1 / scale, one)]))
+                    found[name] = max(found.get(name, 0.0), gap)
+        return found
+
     for name, grad in ours.items():
-        plain = expected.gradients.get(name)
         # The plain model has no entry of a leaf outside of it that one micro-batch alone has used, or made.
-        if name not in expected.gradients or (grad is None and plain is None):
-            continue
-        row = comparison.compare_gradients(f"gradient of {name}{what}", plain, grad, faults[name])
-        if row.fault:
-            noise = expected.noise() if noise is None else noise
-            row = comparison.compare_gradients(row.name, plain, grad, faults[name], noise=noise.get(name, 0.0))
-        comparison.rows.append(row)
+        if name in plain.gradients and not (grad is plain.gradients[name] is None):
+            rounding = lambda name=name: noise().get(name, 0.0)  # noqa: E731
+            comparison.add_gradient(f"gradient of {name}{what}", plain.gradients[name], grad, faults[name], rounding)
+
+
+def differing_most(together: Gradients, apart: Sequence[tuple[float, Gradients]], tolerance: float) -> str:
+    """Return the name of the gradient of all rows that differs most from the sum of those of the rows apart.
+
+    Args:
+        together: the gradients of all rows
+        apart: those of each micro-batch, with their factors
+        tolerance: how much all gradients together may differ, relative to their size
+
+    Returns:
+        the name; '' if the gradients are equal but for rounding
+    """
+    gaps, sizes = dict[str, float](), list[float]()
+    for name, whole in together.items():
+        if all([name in gradients for _, gradients in apart]):  # Else a leaf outside that no run before had used.
+            joined = weighted_sum([(factor, one) for factor, of_one in apart if (one := of_one[name]) is not None])
+            known = weighted_sum([] if whole is None else [(1.0, whole)])
+            gaps[name] = length(known, joined)
+            sizes.append(max(length(joined), 0.0 if whole is None else whole.norm))
+    is_equal = math.hypot(*gaps.values()) <= tolerance * math.hypot(*sizes)
+    return "" if is_equal else max(gaps, key=gaps.__getitem__)
 
 
 def differentiate(roots: Roots, *, keep_graph: bool = False) -> None:

@@ -5,10 +5,10 @@ Where layers draw random numbers in training, that is left out: a pipeline draws
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,18 @@ from torchgpipe.batch.microbatch import Batch
 from torchgpipe.devices.device import bring
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import BatchNormBase, pytree
-from torchgpipe.devices.typing import Leaf
 from torchgpipe.model.comparison import Comparison, cotangent
-from torchgpipe.model.fingerprint import length
 from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import in_mode, note_buffers, untouched
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.proof.leaves import Leaves
 from torchgpipe.proof.proof import (
     OF_ROWS,
-    Expected,
-    Gradients,
     Roots,
+    Run,
     compare_gradients,
     differentiate,
+    differing_most,
     has_nan,
     nan_error,
     take_fingerprints,
@@ -41,22 +39,6 @@ from torchgpipe.replay.random import generator_states
 from torchgpipe.skip.tracker import SkipTracker
 
 __all__ = ["SequentialProof"]
-
-
-class _Run(NamedTuple):
-    """What a run has left.
-
-    Attributes:
-        outputs: the outputs by path
-        buffers: the buffers that have changed
-        gradients: the gradients
-        draws: whether it has drawn random numbers
-    """
-
-    outputs: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    gradients: Gradients
-    draws: bool
 
 
 @dataclass(eq=False)
@@ -110,7 +92,7 @@ class SequentialProof:
         """Compare outputs, buffers and gradients of the pipeline with those of the layers, and rows with rows apart."""
         comparison, training = self._comparison, self.model.training
 
-        def run(count: int, scale: int = 1) -> _Run:
+        def run(count: int, scale: int = 1) -> Run:
             return self._recorded(lambda: self._layers(count, scale, None if loss is None else loss(count)))
 
         apart = run(self.chunks)
@@ -128,24 +110,23 @@ class SequentialProof:
             together, rows = run(1), f"{what}, rows together and apart"
             fault = _COUPLED if loss is None else _NO_MEAN
             comparison.add_named(f"output {{}}{rows}", together.outputs, apart.outputs, fault, comparison.loose)
-            name = _differing_most(together.gradients, apart.gradients, comparison.loose)
+            name = differing_most(together.gradients, [(1.0, apart.gradients)], comparison.loose)
             if name:
                 comparison.note(f"gradients{rows}", OF_ROWS.format(name))
         ours = self._recorded(pipeline)
         for kind, a, b in (("output", apart.outputs, ours.outputs), ("buffer", apart.buffers, ours.buffers)):
             row = f"{kind} {{}}{what}"
             comparison.add_named(row, a, b, f"{row} {_DIFFERS}", comparison.tight)
-        expected = Expected(apart.gradients, lambda scale: run(self.chunks, scale).gradients)
         faults = {name: f"gradient of {name}{what} {_DIFFERS}" for name in ours.gradients}
-        compare_gradients(comparison, expected, ours.gradients, faults, what)
+        compare_gradients(comparison, apart, partial(run, self.chunks), ours.gradients, faults, what)
 
-    def _recorded(self, run: Callable[[], dict[str, Tensor]]) -> _Run:
+    def _recorded(self, run: Callable[[], dict[str, Tensor]]) -> Run:
         """Run without a trace."""
         with untouched(self.model, self.devices):
             buffers, before = note_buffers(self.model), generator_states(self.devices)
             outputs = run()
             gradients = take_fingerprints(self._leaves.take())
-            return _Run(outputs, buffers(), gradients, generator_states(self.devices) != before)
+            return Run(outputs, buffers(), gradients, generator_states(self.devices) != before)
 
     def _layers(self, count: int, scale: int = 1, loss: Losses | None = None) -> dict[str, Tensor]:
         """Run the layers on so many micro-batches, and differentiate each."""
@@ -191,22 +172,12 @@ class SequentialProof:
     def _called(self) -> dict[str, Tensor]:
         """Run the pipeline, and differentiate its output as that of the layers was."""
         output = self.pipeline()
-        leaves: list[Leaf] = pytree.tree_leaves(output)
-        pairs = zip([leaf for leaf in leaves if leaf is not None], self._seeds)
-        differentiate([(leaf, seed) for leaf, seed in pairs if leaf.requires_grad])
+        self._differentiate([*zip([leaf for leaf in pytree.tree_leaves(output) if leaf is not None], self._seeds)])
         return _named(output)
 
     def _stepped(self) -> dict[str, Tensor]:
         result = self.step()
         return {"['loss']": result[0] if isinstance(result, tuple) else result}
-
-
-def _differing_most(a: Gradients, b: Gradients, tolerance: float) -> str:
-    """Return the name of the gradient that differs most; '' if all gradients together are equal but for rounding."""
-    known = {name: (one, other) for name, one in a.items() if one is not None and (other := b.get(name)) is not None}
-    gaps = {name: length(one.projections, other.projections) for name, (one, other) in known.items()}
-    is_equal = math.hypot(*gaps.values()) <= tolerance * math.hypot(*[one.norm for one, _ in known.values()])
-    return "" if is_equal else max(gaps, key=gaps.__getitem__)
 
 
 def _named(value: Any) -> dict[str, Tensor]:
