@@ -64,8 +64,8 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1066,
-        "batch": 1230,
+        "model": 1059,
+        "batch": 1234,
         "norms": 256,
         "listener": 65,
         "graph": 345,
@@ -78,8 +78,8 @@ CAPS = {
         "gpipe": 383,
         "spine": 1451,
         "run": 1696,
-        "pipeline": 848,
-        "front": 1410,
+        "pipeline": 842,
+        "front": 1398,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18588
+TOTAL = 18567
 
 #: The most lines of code of any room.
 LARGEST = 1900

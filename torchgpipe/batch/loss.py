@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchgpipe.batch.copied_loss import copied_loss
 from torchgpipe.batch.given import MicroBatches, to_floats
 from torchgpipe.batch.loss_proof import LossProof
 from torchgpipe.batch.microbatch import Batch, NoChunk, gather, has_an_item_for_each, split_rows
@@ -208,15 +209,15 @@ class Losses:
         if len(outputs) < 2 or self._proof is None:
             return
 
-        def call(loss_fn: Callable[..., Any], part: list[int]) -> Any:
+        def call(part: list[int]) -> Any:
+            assert self._loss_fn is not None
+            loss_fn, (target,) = copied_loss(self._loss_fn), self._parts([part], self._to_device)
             own = [mapped(outputs[i], Tensor.clone, caches=True) for i in part]
-            (target,) = self._parts([part], self._to_device)
             result = self._call_user(loss_fn, self._joined(own, part) if len(own) > 1 else own[0], target)
             return result[0] if isinstance(result, tuple) else result
 
-        assert self._loss_fn is not None and self.shares.weights is not None
-        weights, tensors = self.shares.weights, [tensor for _, tensor in each([*outputs.values()])]
-        self._proof.compare(self._loss_fn, call, {i: weights[i] for i in outputs}, self._sizes, tensors)
+        weights, tensors = self.shares.weights or (), [tensor for _, tensor in each([*outputs.values()])]
+        self._proof.compare(call, {i: weights[i] for i in outputs}, self._sizes, tensors)
 
     def _joined(self, outputs: list[Any], numbers: list[int]) -> Any:
         """Return the output of some micro-batches together, given those of each and their numbers."""

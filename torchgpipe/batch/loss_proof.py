@@ -14,12 +14,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.batch.copied_loss import copied_loss
 from torchgpipe.replay.random import generator_states, restored_generators
 
 __all__ = ["LossProof"]
@@ -49,8 +47,7 @@ class LossProof:
 
     def compare(
         self,
-        loss_fn: Callable[..., Any],
-        call: Callable[[Callable[..., Any], list[int]], Tensor],
+        call: Callable[[list[int]], Tensor],
         weights: dict[int, float],
         sizes: Sequence[int],
         outputs: Sequence[Tensor],
@@ -58,8 +55,7 @@ class LossProof:
         """Compare the loss of two micro-batches together with the weighted mean of their losses.
 
         Args:
-            loss_fn: the loss function
-            call: calls a copy of it on some of the two micro-batches, as one
+            call: calls a copy of the loss function on some of the two micro-batches, as one
             weights: the weight of each of the two, by its number
             sizes: the rows of each micro-batch
             outputs: the tensors in the outputs
@@ -73,7 +69,7 @@ class LossProof:
         losses, why = [], ""
         with torch.no_grad(), restored_generators(devices, []):
             try:
-                losses = [call(copied_loss(loss_fn), part) for part in ([i], [j], [i, j])]
+                losses = [call(part) for part in ([i], [j], [i, j])]
             except Exception as error:
                 why = f"a copy of it, called on two micro-batches, raises {type(error).__name__}: {error}"
             draws = generator_states(devices) != before

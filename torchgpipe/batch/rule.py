@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchgpipe.batch.given import to_floats
@@ -74,6 +75,15 @@ class Shares:
     def of(self, i: int) -> float:
         """Return the factor of micro-batch ``i``; 0 for nothing of nothing."""
         return 1.0 if self.weights is None else self.weights[i] / (self.total or 1.0)
+
+    def of_some(self, numbers: Sequence[int]) -> Shares:
+        """Return the shares of some micro-batches in a number of these alone."""
+        return Shares(None if self.weights is None else [self.weights[i] for i in numbers])
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        """Return a number of the mini-batch, given those of the micro-batches."""
+        parts = [value * self.of(i) for i, value in enumerate(values) if self.of(i)]  # A mean over no labels is nan.
+        return torch.stack(parts).sum() if parts else values[0]
 
 
 def rule_of(loss_fn: Callable[..., Any] | None) -> Rule | None:

@@ -304,17 +304,10 @@ def _prove(runs: Pipeline, sample: Arguments, target: Any, *, verifies: bool) ->
     Raises:
         ValueError: the two differ.
     """
-    proof = prove(runs, sample, target, verifies=verifies)
-    faults = proof.comparison.faults
-    if faults and verifies:
-        raise ValueError(f"{faults[0]} (verify=False skips this comparison, and results may be wrong)")
-    told = [f"not compared: {reason}" for reason in proof.comparison.skipped]
-    if proof.differing:
-        told.append(
-            f"{proof.differing} differ between rows together and rows apart; the pipeline gives what micro-batches "
-            "give, each by itself"
-        )
-    for message in told:
+    comparison = prove(runs, sample, target, verifies=verifies)
+    if verifies and not comparison.is_equal:
+        raise ValueError(f"{comparison.faults[0]} (verify=False skips this comparison, and results may be wrong)")
+    for message in comparison.told:
         warnings.warn(f"torchgpipe.pipelined: {message}", UserWarning, stacklevel=3)  # the caller of pipelined
 
 

@@ -39,12 +39,14 @@ class Number(NamedTuple):
     Attributes:
         value: the number
         gradients: its gradients; none if it has no graph
+        share: its factor in the number of the mini-batch, as far as that is known
         scale: what backward has begun with: gradients that do not follow the loss show by it
     """
 
     value: Tensor
     gradients: Gradients
-    scale: float = 1.0
+    share: float
+    scale: float
 
 
 class PlainModel:
@@ -58,12 +60,12 @@ class PlainModel:
         skip: takes what cannot be compared
 
     Attributes:
+        pipeline: see above
         batch: the mini-batch, which is the proof's own
         sizes: the rows of each micro-batch
         with_loss: whether the loss function is compared
         outside: the leaves outside of the model
         loss: the loss of the present run
-        factors: the factor of each micro-batch in the loss of a step
         seconds: the longest that a micro-batch has taken
         drew: whether the last run of some rows has drawn random numbers
     """
@@ -71,7 +73,7 @@ class PlainModel:
     def __init__(
         self, pipeline: Pipeline, batch: SplitBatch, target: Any, whole: Whole | None, skip: Callable[[str], None]
     ) -> None:
-        self._pipeline, self._settings, self._whole, self._skip = pipeline, pipeline.settings, whole, skip
+        self.pipeline, self._settings, self._whole, self._skip = pipeline, pipeline.settings, whole, skip
         self._module: Any = pipeline.module
         self._in_one_piece = (pipeline if whole is None else whole.pipeline).in_one_piece
         with torch.inference_mode(False):
@@ -79,9 +81,8 @@ class PlainModel:
             self._target = mapped(target, copy_without_graph)
         self.sizes = batch.sizes
         self.with_loss = target is not None and self._settings.loss_fn is not None
-        self.outside, self.factors = Leaves(), dict[int, float]()
+        self.outside, self.seconds, self.drew = Leaves(), 0.0, False
         self.loss: MicroBatchLoss | None = None
-        self.seconds, self.drew = 0.0, False
         #: The micro-batch that runs in the plain model, and what lets generators follow it.
         self._following: int | None = None
         self._generators = ExitStack()
@@ -90,7 +91,7 @@ class PlainModel:
 
     def of(self, batch: SplitBatch) -> PlainModel:
         """Return the plain model on another mini-batch, without a loss function."""
-        return PlainModel(self._pipeline, batch, None, self._whole, self._skip)
+        return PlainModel(self.pipeline, batch, None, self._whole, self._skip)
 
     # ------------------------------------------------------------------------------------------------------- its runs
 
@@ -114,7 +115,7 @@ class PlainModel:
     def run(self, i: int | None) -> Any:
         """Run micro-batch ``i``, or all rows, and return the output."""
         # Clones, which the model may change.
-        to_device = self._pipeline.to(self._settings.devices[0])
+        to_device = self.pipeline.to(self._settings.devices[0])
         arguments = self.batch.arguments if i is None else self.batch.parts[i]
         args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._module._torchgpipe_forward(*args, **kwargs)
@@ -160,7 +161,7 @@ class PlainModel:
         with self.running() as take:
             with self.drawing_as(i or 0):
                 output = self.run(i)
-                found = self._numbers(i, output)
+                found, share = self._numbers(i, output)
             take()  # What a forward differentiates itself has no part in them.
             with unobserved():
                 seeds = {path: torch.full_like(value, scale) for path, value in found.items()}
@@ -173,7 +174,7 @@ class PlainModel:
                 tells = bool(path) or self._module.training
                 if begin and self._differentiate(begin, keep_graph=path != [*roots][-1], tells=tells):
                     gradients = take()
-                numbers[path] = Number(found[path].detach(), gradients, scale if path else 1.0)
+                numbers[path] = Number(found[path].detach(), gradients, share, scale if path else 1.0)
             output = self.without_graph(output)
         return output, numbers
 
@@ -237,7 +238,7 @@ class PlainModel:
         """Return the loss of a step, if the loss function is compared."""
         if not self.with_loss:
             return None
-        to_device = self._pipeline.to(self._settings.devices[-1])
+        to_device = self.pipeline.to(self._settings.devices[-1])
         return MicroBatchLoss(self._settings, batch, self._target, to_device, training=self._module.training)
 
     def roots(self, i: int, output: Any) -> Roots:
@@ -266,16 +267,14 @@ class PlainModel:
                 roots.append((tensor, seed))
         return roots
 
-    def _numbers(self, i: int | None, output: Any) -> dict[str, Tensor]:
-        """Return the losses and other numbers of a micro-batch, or of all rows, by path."""
+    def _numbers(self, i: int | None, output: Any) -> tuple[dict[str, Tensor], float]:
+        """Return the losses and other numbers of a micro-batch, or of all rows, by path, and the share of a loss."""
         if not self.with_loss:
-            return {path: tensor for path, tensor in each(output) if tensor.dim() == 0 and tensor.is_floating_point()}
+            return {path: one for path, one in each(output) if one.dim() == 0 and one.is_floating_point()}, 1.0
         loss = self.loss_of(self.batch.whole) if i is None else self.loss
         assert loss is not None
-        number, factor = loss.of(i or 0, output)
-        if i is not None:
-            self.factors[i] = factor
-        return {"loss": number}
+        number, share = loss.of(i or 0, output)
+        return {"loss": number}, share
 
     # --------------------------------------------------------------------------------------------------- for errors
 

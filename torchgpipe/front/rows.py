@@ -19,7 +19,6 @@ from torchgpipe.model.comparison import Comparison, difference_of
 from torchgpipe.model.untouched import in_mode
 from torchgpipe.model.values import each
 from torchgpipe.pipeline.numbers import Numbers
-from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.proof.proof import OF_ROWS, differing_most
 
 __all__ = ["Rows", "have_equal_tensors"]
@@ -29,22 +28,13 @@ class Rows:
     """The comparison of rows together with rows apart.
 
     Args:
-        pipeline: what runs the pipelined model
         plain: the plain model
         comparison: takes the rows of the table
-
-    Attributes:
-        differing: the outputs that may differ, and do
     """
 
-    def __init__(self, pipeline: Pipeline, plain: PlainModel, comparison: Comparison) -> None:
-        self._module, self._settings, self._plain, self._comparison = (
-            pipeline.module,
-            pipeline.settings,
-            plain,
-            comparison,
-        )
-        self._sizes, self.differing = plain.sizes, list[str]()
+    def __init__(self, plain: PlainModel, comparison: Comparison) -> None:
+        self._plain, self._comparison, self._sizes = plain, comparison, plain.sizes
+        self._module, self._settings = plain.pipeline.module, plain.pipeline.settings
 
     def compare(self, training: bool) -> None:
         """Compare the outputs, and the numbers among them with their gradients."""
@@ -120,7 +110,7 @@ class Rows:
         with_loss = self._plain.with_loss
         numbers, indices = Numbers(settings, self._plain.batch), range(len(self._sizes))
         rules = [] if with_loss else numbers.rules(path)
-        tried = [[*map(numbers.shares(rule).of, indices)] for rule in rules] or [[*self._plain.factors.values()]]
+        tried = [[*map(numbers.shares(rule).of, indices)] for rule in rules] or [[number.share for number in apart]]
         by_value = [k for k, shares in enumerate(tried) if self._has_value(together, apart, shares)]
         fitting = [k for k in by_value if not self._differing_most(together, apart, tried[k])]
         k = [*fitting, *by_value, 0][0]
@@ -128,7 +118,7 @@ class Rows:
         if len(rules) > 1 and (fitting or (by_value and may_differ)):
             settings.study.rules[path] = rules[k]
         if not fitting and may_differ:
-            self.differing.append(path)
+            self._tell_differing(path)
             return
         joined = torch.stack([number.value * share for number, share in zip(apart, tried[k])]).sum()
         fault = ""
@@ -138,6 +128,12 @@ class Rows:
             fault = self._describe_number(path, together, apart, joined)
         name = "loss" if with_loss else f"'{path}'"
         comparison.note(f"{name}, rows together and apart", fault, float(together.value), float(joined))
+
+    def _tell_differing(self, path: str) -> None:
+        self._comparison.tell(
+            f"{[path]} differ between rows together and rows apart; the pipeline gives what micro-batches give, each "
+            "by itself"
+        )
 
     def _compare_outputs(self, together: Any, apart: list[Any], *, training: bool, draws: bool) -> None:
         settings, with_loss, loose = self._settings, self._plain.with_loss, self._comparison.loose
@@ -156,7 +152,7 @@ class Rows:
             if ours is not None and path in settings.may_differ:
                 difference, largest = difference_of(tensor, ours)
                 if difference > loose * largest:
-                    self.differing.append(path)
+                    self._tell_differing(path)
                 continue
             fault = self._describe_coupling(path, tensor, ours)
             self._comparison.add(f"'{path}', rows together and apart", tensor, ours, fault, tolerance=loose)

@@ -56,18 +56,10 @@ register(Rule)
 
 
 class _PlainFails(Exception):
-    """The plain model does not take the mini-batch, or not as micro-batches.
-
-    Attributes:
-        error: what to tell the user
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """The plain model does not take the mini-batch, or not as micro-batches; its argument is what to tell the user."""
 
 
-def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies: bool = True) -> SampleProof:
+def prove(pipeline: Pipeline, sample: Arguments, target: Any, *, verifies: bool) -> Comparison:
     """Prove a pipelined model on its sample: compare it with the plain model on a mini-batch made of the sample.
 
     There are two micro-batches, of two rows at least, if the sample can be split at all. The sample is varied as far as
@@ -93,13 +85,11 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any = None, *, verifies
 
 def verify(pipeline: Pipeline, batch: SplitBatch, target: Any) -> Comparison:
     """Compare a pipelined model with the plain model on a mini-batch; see `prove`."""
-    return _prove(pipeline, [[batch]], target).comparison
+    return _prove(pipeline, [[batch]], target, verifies=True)
 
 
-def _prove(
-    pipeline: Pipeline, variations: list[list[SplitBatch]], target: Any, *, verifies: bool = True
-) -> SampleProof:
-    """Return the proof on the first mini-batch that the plain model takes; see `prove` and `vary_sample`.
+def _prove(pipeline: Pipeline, variations: list[list[SplitBatch]], target: Any, *, verifies: bool) -> Comparison:
+    """Return the comparison on the first mini-batch that the plain model takes; see `prove` and `vary_sample`.
 
     Raises:
         OthersFail: the first process, which alone runs the plain model, has failed.
@@ -123,22 +113,22 @@ def _prove(
                     break
             except _PlainFails as failure:
                 if k + 1 == len(proofs):
-                    raise failure.error from failure.__cause__
+                    raise failure.args[0] from failure.__cause__
         if whole is not None:
-            whole.tell(*proof.state(), proof.comparison.rows, proof.comparison.skipped, proof.differing)
-        return proof
+            whole.tell(*proof.state(), proof.comparison.rows, proof.comparison.told)
+        return proof.comparison
 
 
-def _follow(pipeline: Pipeline, proofs: Sequence[SampleProof], whole: Whole) -> SampleProof:
-    """Run the pipeline whenever the first process tells it, and return the proof that it ends with."""
+def _follow(pipeline: Pipeline, proofs: Sequence[SampleProof], whole: Whole) -> Comparison:
+    """Run the pipeline whenever the first process tells it, and return the comparison that it ends with."""
     module, study, devices = pipeline.module, pipeline.settings.study, pipeline.settings.devices
     with torch.inference_mode(False), without_zeros(module), without_compiler(module):
         while True:
             k, is_evaluation, training, study.rules, study.divides, *end = whole.tell()
             proof: SampleProof = proofs[k]
             if end:
-                proof.comparison.rows, proof.comparison.skipped, proof.differing = end
-                return proof
+                proof.comparison.rows, proof.comparison.told = end
+                return proof.comparison
             grads = torch.set_grad_enabled(not is_evaluation)
             with in_mode(module, training), untouched(module, devices), grads:
                 proof.run_evaluation() if is_evaluation else proof.run_pipeline(None)
@@ -156,20 +146,16 @@ class SampleProof:
 
     Attributes:
         comparison: the table
-        differing: the outputs that may differ between rows together and apart, and do
     """
 
-    def __init__(
-        self, pipeline: Pipeline, batch: SplitBatch, target: Any, whole: Whole | None, number: int = 0
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, batch: SplitBatch, target: Any, whole: Whole | None, number: int) -> None:
         self._pipeline, self._settings, self._module = pipeline, pipeline.settings, pipeline.module
         self._whole, self._number = whole, number
         self._devices = self._settings.devices
         self._has_rows = not batch.given and len(batch.sizes) > 1
         self.comparison = Comparison(self._settings.study.epsilon)
         self._plain = PlainModel(pipeline, batch, target, whole, self.comparison.skip)
-        self._rows = Rows(pipeline, self._plain, self.comparison)
-        self.differing = self._rows.differing
+        self._rows = Rows(self._plain, self.comparison)
 
     @property
     def patience(self) -> float:
@@ -189,7 +175,9 @@ class SampleProof:
             self._refuse_nan(apart.outputs)
             unclear = [name for name, grad in apart.gradients.items() if grad and math.isnan(grad.norm)]
             if unclear:
-                comparison.skip(f"gradients of the parameters {unclear}, which are nan in the plain model")
+                comparison.tell(
+                    f"not compared: gradients of the parameters {unclear}, which are nan in the plain model"
+                )
             norms = [child for child in module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             couples = apart.draws or bool(generators_in(module.modules()) or apart.buffers or norms)
@@ -222,7 +210,9 @@ class SampleProof:
                     raise
                 if not training:
                     raise _PlainFails(self._plain.explain_failure(error)) from error
-                self.comparison.skip(f"training, in which the plain model fails on the sample ({quote(error)})")
+                self.comparison.tell(
+                    f"not compared: training, in which the plain model fails on the sample ({quote(error)})"
+                )
         if not self._plain.with_loss:
             self._rows.find_divisors()
         return training, run
@@ -235,7 +225,9 @@ class SampleProof:
         except Exception as error:
             if couples:
                 raise _PlainFails(self._plain.explain_failure(error)) from error
-            self.comparison.skip(f"evaluation, in which the plain model fails on the sample ({quote(error)})")
+            self.comparison.tell(
+                f"not compared: evaluation, in which the plain model fails on the sample ({quote(error)})"
+            )
             return None
         self._refuse_nan(run.outputs)
         if self._has_rows and (couples or not all(map(have_equal_tensors, run.outputs, apart.outputs))):

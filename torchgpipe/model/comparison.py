@@ -60,8 +60,8 @@ class Comparison:
         self.rows: list[Compared] = []
         #: How much two results may differ, relative to their size: by other shapes, or by another order of sums.
         self.loose, self.tight = math.sqrt(epsilon), min(256 * epsilon, 1 / 16)
-        #: What could not be compared, with the reason.
-        self.skipped: list[str] = []
+        #: What could not be compared, with the reason, and what may differ and does.
+        self.told: list[str] = []
 
     @property
     def faults(self) -> list[str]:
@@ -109,8 +109,16 @@ class Comparison:
         Args:
             reason: what it is, and why
         """
-        if reason not in self.skipped:
-            self.skipped.append(reason)
+        self.tell(f"not compared: {reason}")
+
+    def tell(self, message: str) -> None:
+        """Note what the caller is warned of.
+
+        Args:
+            message: the warning
+        """
+        if message not in self.told:
+            self.told.append(message)
 
     def add_gradient(
         self, name: str, plain: Fingerprint | None, ours: Fingerprint | None, fault: str, noise: Callable[[], float]
@@ -153,7 +161,7 @@ class Comparison:
         for row in self.rows:
             numbers = "  ".join([f"{value:12.6g}" for value in row[1:4]])
             lines.append(f"{row.name:{width}}  {numbers}{'  differs' if row.fault else ''}")
-        lines += [f"not compared: {reason}" for reason in self.skipped]
+        lines += self.told
         lines.append("\n".join(self.faults) or "equal, but for the order of sums")
         return "\n".join(lines)
 

@@ -247,16 +247,7 @@ def refill(value: Any, told: Any) -> None:
 
 def put_in_place(value: Any, new: Mapping[int, Tensor]) -> None:
     """Put tensors in the place of others that lists, mappings and objects in ``value`` hold, by the ids of those."""
-    for _, item in [*walk(value, objects=True)]:
-        if isinstance(item, (Tensor, tuple)) or container(item, objects=True) is None:
-            continue
-        kind: Any = type(item)
-        put = kind.__setitem__ if isinstance(item, (list, Mapping)) else object.__setattr__
-        for key, one in _entries(item).items():
-            if isinstance(one, (Tensor, tuple)):
-                changed = mapped(one, lambda tensor: new.get(id(tensor), tensor))
-                if changed is not one:
-                    put(item, key, changed)
+    refill(value, mapped(value, lambda tensor: new.get(id(tensor), tensor), objects=True))
 
 
 def copied(value: Any, *, objects: bool = True) -> Any:

@@ -12,7 +12,6 @@ from torchgpipe.batch.inputs import SplitBatch
 from torchgpipe.batch.loss import NO_LOSS_FUNCTION, Losses
 from torchgpipe.batch.loss_proof import LossProof
 from torchgpipe.batch.outputs import join, own_loss
-from torchgpipe.batch.rule import Shares
 from torchgpipe.pipeline.numbers import Numbers
 from torchgpipe.processes.processes import Processes
 from torchgpipe.spine.settings import Settings
@@ -98,8 +97,6 @@ class MicroBatchLoss(Losses):
 
     def _joined(self, outputs: list[Any], numbers: list[int]) -> Any:
         def scalar(path: str, values: Sequence[Tensor]) -> Tensor:
-            weights = (self._own if path == self._path else self.shares).weights
-            shares = Shares(None if weights is None else [weights[i] for i in numbers])
-            return torch.stack([value * shares.of(k) for k, value in enumerate(values)]).sum()
+            return (self._own if path == self._path else self.shares).of_some(numbers).join(values)
 
         return join(outputs, [self._sizes[i] for i in numbers], self._kinds, scalar)
