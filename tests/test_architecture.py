@@ -64,7 +64,7 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1059,
+        "model": 1055,
         "batch": 1234,
         "norms": 256,
         "listener": 65,
@@ -74,12 +74,12 @@ CAPS = {
         "offload": 738,
         "cell": 619,
         "drive": 799,
-        "proof": 306,
+        "proof": 305,
         "gpipe": 383,
         "spine": 1451,
         "run": 1696,
         "pipeline": 842,
-        "front": 1398,
+        "front": 1396,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18567
+TOTAL = 18560
 
 #: The most lines of code of any room.
 LARGEST = 1900

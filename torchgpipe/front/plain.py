@@ -15,7 +15,7 @@ from torchgpipe.batch.inputs import SplitBatch
 from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.model.comparison import cotangent
-from torchgpipe.model.untouched import note_buffers, untouched
+from torchgpipe.model.untouched import untouched
 from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.step_loss import MicroBatchLoss
@@ -96,10 +96,13 @@ class PlainModel:
     # ------------------------------------------------------------------------------------------------------- its runs
 
     @contextmanager
-    def running(self) -> Iterator[Callable[[], Gradients]]:
-        """Let the plain model run in a ``with`` block without a trace, and provide what takes its gradients."""
+    def running(self) -> Iterator[tuple[Callable[[], Gradients], Callable[[], dict[str, Tensor]]]]:
+        """Let the plain model run in a ``with`` block without a trace.
+
+        It provides what takes gradients, and what returns the buffers that have changed.
+        """
         names = self.names()
-        with self.untouched(), self._in_one_piece(backward=True, moved=self._draw_on) as aliases:
+        with self.untouched() as changed, self._in_one_piece(backward=True, moved=self._draw_on) as aliases:
             self._aliases, self._random = aliases, RandomNumbers(None)
             self.loss = self.loss_of(self.batch)
             before = self._states_of_layers()
@@ -109,7 +112,7 @@ class PlainModel:
                     named = zip([names[parameter] for parameter in aliases.trained], aliases.take())
                     return take_fingerprints(named) | take_fingerprints(self.outside.take())
 
-            yield take
+            yield take, changed
             self.drew = any(self._random.drawn) or self._states_of_layers() != before
 
     def run(self, i: int | None) -> Any:
@@ -130,9 +133,7 @@ class PlainModel:
             scale: multiplies the gradients that backward begins with
         """
         outputs: list[Any] = []
-        with self.running() as take:
-            with unobserved():
-                buffers = note_buffers(self._module)
+        with self.running() as (take, changed):
             for i in range(len(self.sizes)):
                 begin = time.perf_counter()
                 with self.drawing_as(i):
@@ -144,9 +145,9 @@ class PlainModel:
                 del output, roots
             loss = self.loss.sum() if self.loss is not None and backward else None
             with unobserved():
-                changed = buffers()
+                buffers = changed()
             gradients = take() if backward else {}
-        return Run(outputs, changed, gradients, self.drew, loss)
+        return Run(outputs, buffers, gradients, self.drew, loss)
 
     def numbers_of(self, i: int | None) -> tuple[Any, dict[str, Number]]:
         """Return the output without its graph, and the numbers in it with their gradients.
@@ -158,7 +159,7 @@ class PlainModel:
         """
         numbers: dict[str, Number] = {}
         scale = 1.0 if i is None else _SHARE
-        with self.running() as take:
+        with self.running() as (take, _):
             with self.drawing_as(i or 0):
                 output = self.run(i)
                 found, share = self._numbers(i, output)
@@ -194,10 +195,10 @@ class PlainModel:
         return True
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Leave nothing of a run behind in a ``with`` block."""
-        with untouched(self._module, self._settings.devices):
-            yield
+    def untouched(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
+        """Leave nothing of a run behind in a ``with`` block; see `model.untouched`."""
+        with untouched(self._module, self._settings.devices) as changed:
+            yield changed
         return_freed()
 
     # ------------------------------------------------------------------------------------------------ random numbers

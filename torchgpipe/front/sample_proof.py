@@ -29,7 +29,7 @@ from torchgpipe.front.rows import Rows, have_equal_tensors
 from torchgpipe.front.variation import vary_sample
 from torchgpipe.model.comparison import Compared, Comparison
 from torchgpipe.model.fingerprint import Fingerprint, combined, dense, fingerprint
-from torchgpipe.model.untouched import in_mode, note_buffers, untouched
+from torchgpipe.model.untouched import in_mode
 from torchgpipe.model.values import each
 from torchgpipe.pipeline.pipeline import Pipeline
 from torchgpipe.pipeline.whole import Whole
@@ -121,7 +121,7 @@ def _prove(pipeline: Pipeline, variations: list[list[SplitBatch]], target: Any, 
 
 def _follow(pipeline: Pipeline, proofs: Sequence[SampleProof], whole: Whole) -> Comparison:
     """Run the pipeline whenever the first process tells it, and return the comparison that it ends with."""
-    module, study, devices = pipeline.module, pipeline.settings.study, pipeline.settings.devices
+    module, study = pipeline.module, pipeline.settings.study
     with torch.inference_mode(False), without_zeros(module), without_compiler(module):
         while True:
             k, is_evaluation, training, study.rules, study.divides, *end = whole.tell()
@@ -129,8 +129,7 @@ def _follow(pipeline: Pipeline, proofs: Sequence[SampleProof], whole: Whole) -> 
             if end:
                 proof.comparison.rows, proof.comparison.told = end
                 return proof.comparison
-            grads = torch.set_grad_enabled(not is_evaluation)
-            with in_mode(module, training), untouched(module, devices), grads:
+            with in_mode(module, training), torch.set_grad_enabled(not is_evaluation):
                 proof.run_evaluation() if is_evaluation else proof.run_pipeline(None)
 
 
@@ -190,7 +189,7 @@ class SampleProof:
             if comparison.is_equal:
                 begin = len(comparison.rows)
                 if evaluated is not None:  # Before, as the outputs take memory.
-                    with in_mode(module, False), plain.untouched(), torch.no_grad():
+                    with in_mode(module, False), torch.no_grad():
                         self._compare_evaluation(evaluated)
                 end = len(comparison.rows)
                 with in_mode(module, training):
@@ -299,7 +298,7 @@ class SampleProof:
                 "the model trains a tensor that is no parameter of it, which one process has alone: over several "
                 "processes, make it an nn.Parameter of a module of the model"
             )
-        with self._in_parts(), self._plain.untouched():
+        with self._in_parts():
             gradients, buffers = self.run_pipeline(apart)
         if gradients is not None:
             faults = {name: self._describe_gradient(j, name) for name, (j, _) in gradients.items()}
@@ -333,10 +332,10 @@ class SampleProof:
                 outputs[i] = _dense(output)
 
         with (
+            self._plain.untouched() as changed,
             pipeline.aliased(backward=True, watches=True) as aliases,
             nullcontext() if together is None else together.processes.at_step(),
         ):
-            buffers = note_buffers(self._module)
             mini_batch = pipeline.mini_batch_for_proof(self._plain.batch, finish, aliases, self.patience)
             kept, undo = self._kept_by_columns(), list[Callable[[], None]]()
             with self._refusing():
@@ -377,7 +376,7 @@ class SampleProof:
                 taken = self._of_all(found)
                 taken |= {name: (0, one) for name, one in take_fingerprints(self._plain.outside.take()).items()}
             # After backward, because a layer that runs again there may change its buffers again.
-            return taken, self._of_all(buffers())
+            return taken, self._of_all(changed())
 
     def _has_last(self) -> bool:
         """Return whether this process has the last column."""
@@ -419,6 +418,7 @@ class SampleProof:
 
         with (
             self._refusing(),
+            self._plain.untouched(),
             pipeline.aliased(backward=False) as aliases,
             nullcontext() if pipeline.together is None else pipeline.together.processes.at_step(),
         ):

@@ -31,7 +31,6 @@ __all__ = [
     "attributes",
     "changes_no_number",
     "in_mode",
-    "note_buffers",
     "untouched",
 ]
 
@@ -55,8 +54,10 @@ def changes_no_number(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 @contextmanager
-def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Put buffers, attributes with their values, training modes and random states back after a ``with`` block.
+
+    It provides what returns the buffers that have changed so far, by name, as copies.
 
     Args:
         module: the module
@@ -69,6 +70,21 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
         for tensor in found
         if not (isinstance(tensor, (nn.Parameter, StandIn)) or tensor.is_meta)
     }
+    buffers = [
+        (dotted(prefix, name), child._buffers, name, buffer)
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+    ]
+
+    def changed() -> dict[str, Tensor]:
+        return {
+            full: now.detach().clone()
+            for full, held, name, before in buffers
+            # By values: a batch norm changes its statistics without a new version.
+            if (now := held.get(name)) is not None
+            and (before is None or (before in values and difference_of(values[before], now)[0] != 0))
+        }
+
     # A leaf that is no parameter has no alias, so the gradients of a run arrive at the leaf.
     grads = {tensor: tensor.grad for tensor in values if tensor.is_leaf and tensor.requires_grad}
     # Lazy layers come into being in their first run.
@@ -84,7 +100,7 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
         try:
             for leaf in grads:
                 leaf.grad = None
-            yield
+            yield changed
         finally:
             for tensor, value in values.items():
                 _put_back(tensor, value)
@@ -92,27 +108,6 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
                 leaf.grad = grad
             for put_back in restore:
                 put_back()
-
-
-def note_buffers(module: nn.Module) -> Callable[[], dict[str, Tensor]]:
-    """Return what tells the buffers of a module that have changed since, by name, with copies of their values."""
-    before = [
-        (dotted(prefix, name), child, name, None if buffer is None else buffer.detach().clone())
-        for prefix, child in module.named_modules()
-        for name, buffer in child._buffers.items()
-        if buffer is None or not (buffer.is_meta or isinstance(buffer, StandIn))
-    ]
-
-    def changed() -> dict[str, Tensor]:
-        now = [(full, child._buffers.get(name), value) for full, child, name, value in before]
-        # By values: a batch norm changes its statistics without a new version.
-        return {
-            full: buffer.detach().clone()
-            for full, buffer, value in now
-            if buffer is not None and (value is None or difference_of(value, buffer)[0] != 0)
-        }
-
-    return changed
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import BatchNormBase, pytree
 from torchgpipe.model.comparison import Comparison, cotangent
 from torchgpipe.model.partition import Partition
-from torchgpipe.model.untouched import in_mode, note_buffers, untouched
+from torchgpipe.model.untouched import in_mode, untouched
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.proof.leaves import Leaves
 from torchgpipe.proof.proof import (
@@ -122,11 +122,10 @@ class SequentialProof:
 
     def _recorded(self, run: Callable[[], dict[str, Tensor]]) -> Run:
         """Run without a trace."""
-        with untouched(self.model, self.devices):
-            buffers, before = note_buffers(self.model), generator_states(self.devices)
-            outputs = run()
+        with untouched(self.model, self.devices) as changed:
+            before, outputs = generator_states(self.devices), run()
             gradients = take_fingerprints(self._leaves.take())
-            return Run(outputs, buffers(), gradients, generator_states(self.devices) != before)
+            return Run(outputs, changed(), gradients, generator_states(self.devices) != before)
 
     def _layers(self, count: int, scale: int = 1, loss: Losses | None = None) -> dict[str, Tensor]:
         """Run the layers on so many micro-batches, and differentiate each."""
