@@ -65,7 +65,7 @@ CAPS = {
         "processes": 761,
         "replay": 821,
         "model": 1055,
-        "batch": 1234,
+        "batch": 1232,
         "norms": 256,
         "listener": 65,
         "graph": 345,
@@ -78,8 +78,8 @@ CAPS = {
         "gpipe": 383,
         "spine": 1451,
         "run": 1696,
-        "pipeline": 842,
-        "front": 1396,
+        "pipeline": 843,
+        "front": 1393,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18560
+TOTAL = 18556
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -205,9 +205,9 @@ class Splitter:
         if window is not None or not self.splits:
             given = [arguments] if window is None else [arguments_of(batch) for batch in window]
             sizes = [rows_of(tuple(part), 1, objects=True) for part in given]
-            return SplitBatch(self, arguments, sum(sizes) or 1, sizes, given, window)
+            return SplitBatch(self, given, sum(sizes) or 1, sizes, True, window)
         rows = self.rows_of(arguments)
-        return SplitBatch(self, arguments, rows, chunk_sizes(rows, chunks) if rows else [1])
+        return SplitBatch(self, [arguments], rows, chunk_sizes(rows, chunks) if rows else [1])
 
     def split(self, arguments: Arguments, sizes: list[int]) -> list[Arguments]:
         """Return the arguments of each micro-batch.
@@ -324,26 +324,25 @@ class SplitBatch:
 
     Attributes:
         splitter: splits the arguments
-        arguments: those of the mini-batch
+        arguments: those of the mini-batch; of each micro-batch, if these are given
         rows: the number of its rows; 0 if there is nothing to split
         sizes: the rows of each micro-batch
-        given: the arguments of each micro-batch, if they are not split
+        given: whether nothing is split
         window: what the caller gives the micro-batches in, if anything
     """
 
     splitter: Splitter
-    arguments: Arguments
+    arguments: list[Arguments]
     rows: int
     sizes: list[int]
-    given: Sequence[Arguments] = ()
+    given: bool = False
     window: MicroBatches | None = None
 
     @cached_property
     def parts(self) -> list[Arguments]:
         """The arguments of each micro-batch."""
-        if self.given:
-            return [*self.given]
-        return self.splitter.split(self.arguments, self.sizes) if self.rows else [self.arguments]
+        is_split = self.rows and not self.given
+        return self.splitter.split(self.arguments[0], self.sizes) if is_split else self.arguments
 
     @cached_property
     def named(self) -> list[dict[str, Any]]:
@@ -379,10 +378,9 @@ class SplitBatch:
 
     def mapped(self, change: Callable[[Tensor], Tensor], *, caches: bool = True) -> SplitBatch:
         """Return the mini-batch with changed arguments; see `Arguments.mapped`."""
-        if self.given:
-            return replace(self, given=[part.mapped(change, caches=caches) for part in self.given])
-        arguments = self.arguments.mapped(change, caches=caches)
-        return self if arguments is self.arguments else replace(self, arguments=arguments)
+        arguments = [part.mapped(change, caches=caches) for part in self.arguments]
+        is_same = all([new is old for new, old in zip(arguments, self.arguments)])
+        return self if is_same else replace(self, arguments=arguments)
 
 
 def window_of(arguments: Arguments) -> MicroBatches | None:

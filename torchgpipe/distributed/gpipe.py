@@ -98,7 +98,7 @@ class _Rows(Splitter):
         sizes = microbatch.sizes_of(input, chunks)
         values = [batch.value if self._reads else mapped(batch.value, stand_in) for batch in batches]
         given = [Arguments((value,), {}) for value in values]
-        return SplitBatch(self, arguments, max(1, sum(sizes)), sizes, given, microbatch.window_of(input))
+        return SplitBatch(self, given, max(1, sum(sizes)), sizes, True, microbatch.window_of(input))
 
 
 class DistributedGPipe(nn.Module):

@@ -119,7 +119,7 @@ class PlainModel:
         """Run micro-batch ``i``, or all rows, and return the output."""
         # Clones, which the model may change.
         to_device = self.pipeline.to(self._settings.devices[0])
-        arguments = self.batch.arguments if i is None else self.batch.parts[i]
+        arguments = self.batch.arguments[0] if i is None else self.batch.parts[i]
         args, kwargs = arguments.mapped(lambda tensor: to_device(tensor.clone()))
         output = self._module._torchgpipe_forward(*args, **kwargs)
         self._aliases.verify_returned((tensor for _, tensor in each(output)), "the model")

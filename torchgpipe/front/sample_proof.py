@@ -320,7 +320,7 @@ class SampleProof:
         """
         pipeline, settings = self._pipeline, self._settings
         loss = self._plain.loss = self._plain.loss_of(self._plain.batch)
-        together, has_last = pipeline.together, self._has_last()
+        together, has_last = pipeline.together, pipeline.has_last
         outputs: dict[int, dict[str, Tensor]] = {}
         names, taken = self._plain.names(), None
 
@@ -334,7 +334,7 @@ class SampleProof:
         with (
             self._plain.untouched() as changed,
             pipeline.aliased(backward=True, watches=True) as aliases,
-            nullcontext() if together is None else together.processes.at_step(),
+            pipeline.at_step(),
         ):
             mini_batch = pipeline.mini_batch_for_proof(self._plain.batch, finish, aliases, self.patience)
             kept, undo = self._kept_by_columns(), list[Callable[[], None]]()
@@ -378,11 +378,6 @@ class SampleProof:
             # After backward, because a layer that runs again there may change its buffers again.
             return taken, self._of_all(changed())
 
-    def _has_last(self) -> bool:
-        """Return whether this process has the last column."""
-        processes = self._settings.processes
-        return processes is None or processes.is_mine(len(self._devices) - 1)
-
     def _in_parts(self, *, is_evaluation: bool = False) -> AbstractContextManager[None]:
         """Let all processes run the pipeline in a ``with`` block."""
         if self._whole is None:
@@ -410,17 +405,17 @@ class SampleProof:
 
     def run_evaluation(self) -> dict[int, dict[str, Tensor]]:
         """Run the pipeline forward, and return the outputs of the micro-batches, in the first process."""
-        pipeline, has_last, ours = self._pipeline, self._has_last(), dict[int, dict[str, Tensor]]()
+        pipeline, ours = self._pipeline, dict[int, dict[str, Tensor]]()
 
         def finish(i: int, output: Any, _: Any) -> None:
-            if has_last:
+            if pipeline.has_last:
                 ours[i] = _dense(output)
 
         with (
             self._refusing(),
             self._plain.untouched(),
             pipeline.aliased(backward=False) as aliases,
-            nullcontext() if pipeline.together is None else pipeline.together.processes.at_step(),
+            pipeline.at_step(),
         ):
             pipeline.mini_batch_for_proof(
                 self._plain.batch, finish, aliases, self.patience, backward=False

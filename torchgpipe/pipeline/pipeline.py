@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -102,12 +102,22 @@ class Pipeline:
         """The module that this runs, as long as anybody has it."""
         return self._module()
 
+    @property
+    def has_last(self) -> bool:
+        """Whether this process has the last column."""
+        processes = self.settings.processes
+        return processes is None or processes.rank == processes.last
+
+    def at_step(self) -> AbstractContextManager[None]:
+        """Surround a step, on which all processes agree, if there are several."""
+        return nullcontext() if self.together is None else self.together.processes.at_step()
+
     def forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it.
 
         Of micro-batches that the caller gives, return a list with the output of each.
         """
-        with nullcontext() if self.together is None else self.together.processes.at_step():
+        with self.at_step():
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -120,9 +130,8 @@ class Pipeline:
                     "over several processes, a mini-batch is split into micro-batches of rows, without a cache: pass "
                     "use_cache=False, and generate with a model in one process, which loads the state_dict"
                 )
-            if batch.window is not None:
-                return [self._run_in_one_piece(part) for part in batch.parts]
-            return self._run_in_one_piece(batch.arguments)
+            outputs = [*map(self._run_in_one_piece, batch.arguments)]
+            return outputs if batch.window is not None else outputs[0]
         self._begin(batch, 8)  # the caller of the model
         backward = torch.is_grad_enabled()
         if backward and settings.processes is not None and settings.processes.replica_group is not None:
@@ -139,11 +148,10 @@ class Pipeline:
         with self.aliased(backward=backward, watches=not self._has_trained) as aliases:
             mini_batch = self._mini_batch(batch, exported.take, aliases, actions, backward=backward)
             mini_batch.run_forward_half()
-        mini_batch.watch_inputs(tuple(batch.parts) if batch.given else tuple(batch.arguments))
+        mini_batch.watch_inputs(batch.arguments)
         self._has_trained |= backward
         if self.together is not None:
-            is_last = self.together.processes.is_mine(len(settings.devices) - 1)
-            values = exported.values(gather=settings.gathers) if is_last else None
+            values = exported.values(gather=settings.gathers) if self.has_last else None
             exported.fill(self.together.end(mini_batch, values)[self.together.processes.last])
         self._end(mini_batch, batch.rows)
         outputs = exported.in_graph_of_caller(mini_batch)
@@ -165,8 +173,8 @@ class Pipeline:
                 "over several processes, each would skip other steps by the infinities in its own gradients; leave "
                 "scaler out, and use torch.bfloat16, which needs none"
             )
-        at_step = nullcontext() if self.together is None else self.together.processes.at_step()
-        with at_step, self._lock.held(alone=True), all_or_nothing(self.module, settings.loss_fn, settings.devices):
+        undone = all_or_nothing(self.module, settings.loss_fn, settings.devices)
+        with self.at_step(), self._lock.held(alone=True), undone:
             return self._step(arguments, target, scaler)
 
     def _step(self, arguments: Arguments, target: Any, scaler: torch.amp.GradScaler | None) -> Any:
@@ -177,10 +185,9 @@ class Pipeline:
         backward = torch.is_grad_enabled()
         to_device, training = self.to(settings.devices[-1]), self.module.training
         loss = MicroBatchLoss(settings, batch, target, to_device, training=training, proof=self._loss_proof)
-        is_last = settings.processes is None or settings.processes.is_mine(len(settings.devices) - 1)
 
         def finish(i: int, output: Any, export: Callable[[Tensor], Export] | None) -> None:
-            if not is_last:
+            if not self.has_last:
                 return
             value, weight = loss.of(i, output)
             if export is not None:
@@ -207,7 +214,7 @@ class Pipeline:
                 if settings.processes is not None:
                     loss.add_replicas(settings.processes)
                 mini_batch.run()
-                result: Any = loss.result() if is_last else None
+                result: Any = loss.result() if self.has_last else None
                 if self.together is not None:
                     result = self._shared(self.together, mini_batch, result)
                 self._end(mini_batch, batch.rows)
@@ -440,7 +447,6 @@ class Pipeline:
     def _verify(self, batch: SplitBatch) -> None:
         """Refuse what micro-batches that are under way at once would mix up."""
         refuse_transforms()
-        parts = batch.given or [batch.arguments]
         if batch.carried is not None:
             if torch.is_grad_enabled() and self._recomputes():
                 raise ValueError(
@@ -449,7 +455,7 @@ class Pipeline:
                 )
             batch.carried.verify_empty()
             self._verify_chunks(batch.carried)
-        adapters = any([part.kwargs.get("adapter_names") is not None for part in parts])
+        adapters = any([part.kwargs.get("adapter_names") is not None for part in batch.arguments])
         if adapters and len(self.settings.devices) > 1:
             raise ValueError(
                 "adapter_names puts hooks on the layers while a forward runs, and several are under way at once; "
@@ -482,11 +488,10 @@ class Pipeline:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled() or batch.carried is not None:
             return False
-        parts = batch.given or [batch.arguments]
         generates = any(
             [
                 part.kwargs.get("use_cache") is True or any(map(is_cache, (*part.args, *part.kwargs.values())))
-                for part in parts
+                for part in batch.arguments
             ]
         )
         cost = "without a speed-up"
@@ -494,7 +499,7 @@ class Pipeline:
         if generates:
             self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {cost}", 9)
         elif batch.rows == 0:
-            why = batch.splitter.unsplit(batch.arguments)
+            why = batch.splitter.unsplit(batch.arguments[0])
             self._tell(f"a call passes the partitions in one piece, {cost}, as {why}", 9)
         return generates or batch.rows == 0
 
@@ -503,7 +508,7 @@ class Pipeline:
         if not torch.is_grad_enabled() or len(self.settings.devices) == 1:
             return
         if batch.rows == 0:
-            why = batch.splitter.unsplit(batch.arguments)
+            why = batch.splitter.unsplit(batch.arguments[0])
             self._tell(f"a training call runs as one micro-batch, without a speed-up, as {why}", stacklevel + 1)
         if not self._begun and not batch.given:
             self._begun = True

@@ -69,7 +69,7 @@ class Together:
         for parameter in self.doors.users:
             if parameter.requires_grad and not parameter.is_leaf:
                 raise ValueError("a parameter that is computed from others cannot be shared by processes")
-        parts = batch.given or [batch.arguments]
+        parts = batch.arguments
         needing = [path for part in parts for path, tensor in each(tuple(part)) if tensor.requires_grad]
         if needing and torch.is_grad_enabled():
             raise ValueError(
