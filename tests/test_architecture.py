@@ -65,7 +65,7 @@ CAPS = {
         "processes": 761,
         "replay": 821,
         "model": 1055,
-        "batch": 1232,
+        "batch": 1218,
         "norms": 256,
         "listener": 65,
         "graph": 345,
@@ -76,7 +76,7 @@ CAPS = {
         "drive": 799,
         "proof": 305,
         "gpipe": 383,
-        "spine": 1451,
+        "spine": 1440,
         "run": 1696,
         "pipeline": 843,
         "front": 1393,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18556
+TOTAL = 18531
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -138,6 +138,20 @@ def test_a_view_of_what_is_changed_in_place_on_another_device() -> None:
         in_pipeline("stale view", ["late:0", "late:1"])
 
 
+def test_rows_that_are_not_where_they_are_looked_for() -> None:
+    """The items of a list that is the only argument are the rows, and so is dimension 0 of the first tensor."""
+    mask, whole = (
+        torch.ones(1, 4, dtype=X.dtype),
+        r"split along dimension 0: \['mask'\]; passed whole: \['x'\].*no_chunk=",
+    )
+    in_tuple = "cannot be joined.* lists with an item for each row .not so tuples, whose tensors are split.: .'images'"
+    for forward, sample, message in ((crops, ([X[:3], X[:3] * 2],), in_tuple), (masked, (mask, X[:3]), whole)):
+        with pytest.raises(ValueError, match=message):
+            pipelined(chain(forward).double(), sample, chunks=3, devices=TWO)
+    model: Any = pipelined(chain(masked).double(), (mask, X[:3]), chunks=3, devices=TWO, no_chunk="mask")
+    assert len(model(mask, X)) == len(X)
+
+
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:enable_nested_tensor is True")
 def test_a_transformer_that_takes_sequences_first() -> None:
     model = nn.Transformer(4, 2, 2, 1, 8, 0.0).double().eval()
@@ -306,10 +320,9 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], tuple[Any, ..
     "plain object": (lambda: chain(captured, *linear(), Using(lambda linear, held: linear(held.x))), lambda x: (x,)),
     "class made in forward": (lambda: chain(in_a_class_of_its_own), lambda x: (x,)),
     "dataclass": (lambda: chain(recorded), lambda x: (Record(x, torch.ones(5)),)),
-    "list of crops": (lambda: chain(crops), lambda x: ([x, x * 2, x * 3],)),
-    "two towers": (lambda: chain(two_towers), lambda x: ([x, x.flip(1)],)),
+    "tuple of crops": (lambda: chain(crops), lambda x: ((x, x * 2, x * 3),)),
+    "two towers": (lambda: chain(two_towers), lambda x: ((x, x.flip(1)),)),
     "list with None": (lambda: chain(two_or_one), lambda x: (x, [x[:, :1], None])),
-    "mask of one row": (lambda: chain(masked), lambda x: (torch.ones(1, 4, dtype=x.dtype), x)),
     "leaf": (with_leaf, lambda x: (x,)),
     "import changed in place": (lambda: chain(changed), lambda x: (x,)),
     "views made before a change in place": (lambda: chain(viewed_before_a_change), lambda x: (x,)),

@@ -3,13 +3,12 @@
 What is split is decided once, from the sample, by name: a table that is no part of the batch may happen to have as many
 rows as the batch. One rule:
 
-1. Dimension 0 of the first tensor among the arguments is the batch, and its size the number of rows. (If the size is 1,
-   the tensor may be one that is broadcast over the rows of others. Then two runs of the sample tell.)
+1. Dimension 0 of the first tensor among the arguments is the batch, and its size the number of rows.
 2. Every other tensor whose dimension 0 has that size in the sample is split, wherever it is: in a tuple, a named tuple,
    a dict or a dataclass, each item is an argument of its own. All other tensors are passed whole.
 3. A list that has an item for each row, such as the images of a detection model, is split into shorter lists, unless
-   its items are tensors that are split themselves, or None. If there are only lists, two runs of the sample tell: if
-   the rows of the output follow the number of items, then the items are the rows.
+   its items are tensors that are split themselves, or None. If there are only lists, the items of the first are the
+   rows; a tuple of tensors is split along their dimension 0.
 
 Micro-batches that the caller gives, in `MicroBatches`, are taken as they are. If the sample was given so, every other
 mini-batch is one micro-batch.
@@ -88,20 +87,6 @@ def arguments_of(sample: Any) -> Arguments:
     )
 
 
-class Reading(NamedTuple):
-    """A way to read the sample.
-
-    Attributes:
-        batch: the name of the argument whose dimension 0 is the batch; '' if there is none
-        rows: the number of rows; 0 if there is nothing to split
-        items_are_rows: whether the items of lists are the rows
-    """
-
-    batch: str
-    rows: int
-    items_are_rows: bool
-
-
 class Splitter:
     """Splits arguments by name.
 
@@ -115,9 +100,8 @@ class Splitter:
         splits: see above
         on_meta: whether the sample had no values, so that arguments had to be left out whose values the model looks at
         given: the names of the arguments that the sample gives
-        readings: the ways to read the sample; if there are several, only runs can tell; see `read`
-        rows: the number of rows of the sample, as it is read
-        batch: the name of the argument whose dimension 0 is the batch, as the sample is read
+        rows: the number of rows of the sample; 0 if there is nothing to split
+        batch: the name of the argument whose dimension 0 is the batch; '' if there is none
 
     Raises:
         ValueError: ``no_chunk`` names no argument of the sample, a tensor is nested, or there are no rows.
@@ -136,18 +120,12 @@ class Splitter:
         to_split = [name for name in named if splits and name not in self._whole]
         parts = [part for name in to_split for part in _parts(named[name], name)]
         lists = [(path, value) for path, value in parts if not isinstance(value, Tensor)]
-        in_lists = tuple([f"{path}[" for path, _ in lists]) or ("[",)
-        tensors = [(path, _length(value)) for path, value in parts if isinstance(value, Tensor) and _length(value)]
-        alone = [Reading(path, length, False) for path, length in tensors if not path.startswith(in_lists)]
-        inside = [Reading(path, length, False) for path, length in tensors if path.startswith(in_lists)]
-        self.readings = alone[:1]
-        if not alone:
-            self.readings = [*[Reading(path, len(value), True) for path, value in lists[:1]], *inside[:1]]
-        elif alone[0].rows == 1:
-            self.readings += [reading for reading in alone if reading.rows > 1][:1]
-        tensors_of = [(path, value) for path, value in parts if isinstance(value, Tensor)]
-        empty = [path for path, value in tensors_of if value.is_nested or value.shape[:1] == (0,)]
-        if empty and not self.readings:
+        tensors = [(path, value) for path, value in parts if isinstance(value, Tensor)]
+        in_lists = tuple([f"{path}[" for path, _ in lists])
+        alone = [(path, _length(value)) for path, value in tensors if _length(value) and not path.startswith(in_lists)]
+        self.batch, self.rows = [*alone, *[(path, len(value)) for path, value in lists], ("", 0)][0]
+        empty = [path for path, value in tensors if value.is_nested or value.shape[:1] == (0,)]
+        if empty and not self.rows:
             raise ValueError(
                 f"the sample has no rows in {empty} that could be split: give it two or more, pad nested tensors to a "
                 f"dense one, name in no_chunk what every micro-batch gets whole, or {GIVE_THEM}"
@@ -155,23 +133,16 @@ class Splitter:
         self.given: set[str] = set()
         self.see(sample)
         # No tensors, or every copy and pickle of the model would have the sample.
-        self._lengths = {path: _length(value) for path, value in parts}
-        #: For each list, whether it is one of tensors, and None.
-        self._lists = {path: all([isinstance(item, Tensor) or item is None for item in value]) for path, value in lists}
-        self.read(self.readings[0] if self.readings else Reading("", 0, False))
-
-    def read(self, reading: Reading) -> None:
-        """Read the sample in this way: decide what is split."""
-        self.batch, self.rows, items_are_rows = reading
+        self._lists = {path for path, _ in lists}
         #: For each path in the sample, whether it is split.
-        self._split = {path: length == self.rows > 0 for path, length in self._lengths.items()}
-        for path, of_tensors in self._lists.items():
-            if self._split[path]:
-                inner = [name for name in self._split if name.startswith(f"{path}[")]
-                if inner and of_tensors and all([self._split[name] for name in inner]) and not items_are_rows:
-                    self._split[path] = False  # Each item has all rows.
-                else:
-                    self._split.update(dict.fromkeys(inner, False))
+        self._split = {path: _length(value) == self.rows > 0 for path, value in parts}
+        for path, value in lists:
+            inner = [name for name in self._split if name.startswith(f"{path}[")]
+            of_tensors = alone and all([isinstance(item, Tensor) or item is None for item in value])
+            if self._split[path] and of_tensors and inner and all([self._split[name] for name in inner]):
+                self._split[path] = False  # Each item has all rows.
+            elif self._split[path]:
+                self._split.update(dict.fromkeys(inner, False))
 
     def see(self, sample: Arguments) -> None:
         """Note the names of the arguments that a micro-batch of the sample gives."""
@@ -265,7 +236,7 @@ class Splitter:
         tensors = [path for path, is_split in named.items() if is_split and not path.startswith(within)]
         whole = [path for path, is_split in named.items() if not is_split]
         said = [f"split along dimension 0: {tensors}"] if tensors else []
-        said += [f"lists with an item for each row: {items}"] if items else []
+        said += [f"lists with an item for each row (not so tuples, whose tensors are split): {items}"] if items else []
         said += [f"passed whole: {sorted({*whole, *self._whole})}"] if whole or self._whole else []
         return "; ".join(said) or "nothing is split"
 

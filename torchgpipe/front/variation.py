@@ -61,8 +61,8 @@ def vary_sample(
         return result
     raise ValueError(
         f"all rows of the sample are equal in {[*splitter.tensors(sample)]}, and cannot be varied, so they do not show "
-        "whether the model couples rows; give a sample whose rows differ (verify=False skips the comparison, and "
-        "results may be wrong)"
+        f"whether the model couples rows ({splitter.decisions()}); give a sample whose rows differ, or no_chunk= what "
+        "has no rows (verify=False skips the comparison, and results may be wrong)"
     )
 
 

@@ -129,21 +129,9 @@ def _traced(module: nn.Module, sample: Arguments, splitter: Splitter, *, only_la
 
 def _kinds(module: nn.Module, sample: Arguments, splitter: Splitter) -> dict[bool, Kinds]:
     """Return how the outputs depend on the rows, in evaluation and in training."""
-    best = -1
-    result: dict[bool, Kinds] = {False: {}, True: {}}
-    for reading in splitter.readings:
-        splitter.read(reading)
-        modes = {training: _kinds_in(module, sample, splitter, training) for training in (False, True)}
-        # Best are outputs that follow the rows, and then a model that takes another number of them at all.
-        follows = any([kind is not None for kinds in modes.values() for kind in (kinds or {}).values()])
-        quality = 2 if follows else int(any([kinds is not None for kinds in modes.values()]))
-        if quality > best:
-            best, chosen = quality, reading
-            # A batch norm may want more rows in training than there are.
-            result = {training: kinds or modes[not training] or {} for training, kinds in modes.items()}
-    if splitter.readings:
-        splitter.read(chosen)
-    return result
+    modes = {mode: _kinds_in(module, sample, splitter, mode) if splitter.rows else {} for mode in (False, True)}
+    # A batch norm may want more rows in training than there are.
+    return {training: kinds or modes[not training] or {} for training, kinds in modes.items()}
 
 
 def _kinds_in(module: nn.Module, sample: Arguments, splitter: Splitter, training: bool) -> Kinds | None:
