@@ -64,7 +64,7 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1055,
+        "model": 1051,
         "batch": 1218,
         "norms": 256,
         "listener": 65,
@@ -78,7 +78,7 @@ CAPS = {
         "gpipe": 383,
         "spine": 1440,
         "run": 1696,
-        "pipeline": 843,
+        "pipeline": 834,
         "front": 1393,
         "timeline": 479,
         "distributed": 462,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18531
+TOTAL = 18518
 
 #: The most lines of code of any room.
 LARGEST = 1900

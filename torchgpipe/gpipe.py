@@ -34,7 +34,6 @@ from torchgpipe.drive.step import run_step
 from torchgpipe.gradients.failed_step import all_or_nothing
 from torchgpipe.model.attached import with_attached
 from torchgpipe.model.comparison import Comparison
-from torchgpipe.model.data_parallel import verify_layers
 from torchgpipe.model.old_keys import take_old_keys
 from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import move_buffers, place
@@ -53,8 +52,9 @@ from torchgpipe.model.verify import (
     verify_devices,
     verify_divided,
     verify_initialised,
+    verify_layer_names,
+    verify_layers,
     verify_module,
-    verify_names,
 )
 from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
@@ -193,7 +193,7 @@ class GPipe(nn.Module):
         self._unwrapped = False
         self._begun = False
         self._partitions: list[Partition] = []
-        verify_names(self, module)
+        verify_layer_names(self, module)
         verify_layers(module.modules(), self.devices)
         verify_compiled(module.modules(), self.devices)
         if deferred_batch_norm:

@@ -29,7 +29,7 @@ from torchgpipe.model.partition import Partition, layers_of, split
 from torchgpipe.model.placement import place, verify_sharing
 from torchgpipe.model.settings import CheckpointMode, fixed, verify_checkpoint, verify_chunks
 from torchgpipe.model.values import mapped
-from torchgpipe.model.verify import verify_balance, verify_module, verify_names
+from torchgpipe.model.verify import verify_balance, verify_layer_names, verify_module
 from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.processes.processes import Processes
@@ -178,7 +178,7 @@ class DistributedGPipe(nn.Module):
         self._is_last = n - 1 in self.stages
         self.training = module.training
         verify_loss(loss_fn, weight, None)
-        verify_names(self, module)
+        verify_layer_names(self, module)
 
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)

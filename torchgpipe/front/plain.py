@@ -17,8 +17,8 @@ from torchgpipe.devices.memory import ran_out_of_memory, return_freed
 from torchgpipe.model.comparison import cotangent
 from torchgpipe.model.untouched import untouched
 from torchgpipe.model.values import copy_without_graph, each, mapped
+from torchgpipe.pipeline.numbers import MicroBatchLoss
 from torchgpipe.pipeline.pipeline import Pipeline
-from torchgpipe.pipeline.step_loss import MicroBatchLoss
 from torchgpipe.pipeline.whole import Whole
 from torchgpipe.proof.leaves import Leaves
 from torchgpipe.proof.proof import Gradients, Roots, Run, differentiate, take_fingerprints

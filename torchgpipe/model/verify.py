@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchgpipe.devices.device import canonical_device, default_devices
@@ -21,8 +23,9 @@ __all__ = [
     "verify_devices",
     "verify_divided",
     "verify_initialised",
+    "verify_layer_names",
+    "verify_layers",
     "verify_module",
-    "verify_names",
 ]
 
 
@@ -54,7 +57,7 @@ def verify_module(module: nn.Module) -> None:
             )
 
 
-def verify_names(pipeline: nn.Module, module: nn.Sequential) -> None:
+def verify_layer_names(pipeline: nn.Module, module: nn.Sequential) -> None:
     """Raise an error if the name of a layer is an attribute of the pipeline or of a partition.
 
     Args:
@@ -200,3 +203,30 @@ def verify_compiled(modules: Iterable[nn.Module], devices: Sequence[torch.device
                 f"thread, and a pipeline on {len(set(devices))} devices has new threads in each call; compile it with "
                 "mode='default' or mode='max-autotune-no-cudagraphs'"
             )
+
+
+def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raise an error if layers would call collectives from several threads at once.
+
+    Every process must call them in the same order, and the order among worker threads is undefined.
+
+    Raises:
+        ValueError: there is a :class:`~torch.nn.SyncBatchNorm` or a layer in
+            :class:`~torch.nn.parallel.DistributedDataParallel`, and there are several devices and processes.
+    """
+    if len(set(devices)) == 1 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    for module in modules:
+        for kind, remedy in _REMEDIES.items():
+            if isinstance(module, kind):
+                raise ValueError(
+                    f"{kind.__name__} cannot run in a pipeline on {len(set(devices))} devices: each device has a "
+                    "thread, so the order of collectives would differ between processes, which would wait for each "
+                    f"other for ever; use {remedy}"
+                )
+
+
+_REMEDIES: dict[type[nn.Module], str] = {
+    nn.SyncBatchNorm: "BatchNorm, whose statistics are those of the process, and GPipe(..., deferred_batch_norm=True)",
+    DistributedDataParallel: "it around the pipeline: DistributedDataParallel(GPipe(...))",
+}

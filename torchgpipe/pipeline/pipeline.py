@@ -35,12 +35,11 @@ from torchgpipe.model.verify import verify_compiled
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import on_demand
-from torchgpipe.pipeline.numbers import Numbers
+from torchgpipe.pipeline.numbers import MicroBatchLoss, Numbers
 from torchgpipe.pipeline.outer import Exported
-from torchgpipe.pipeline.step_loss import MicroBatchLoss
 from torchgpipe.pipeline.together import Together
 from torchgpipe.replay.random_numbers import RandomNumbers, modes_of
-from torchgpipe.run.carried import Carried, verify_chunks
+from torchgpipe.run.carried import Carried, verify_sequence
 from torchgpipe.run.columns import Columns
 from torchgpipe.run.mini_batch import Finish, MiniBatch
 from torchgpipe.run.visitors import InOnePiece, unobserved
@@ -454,7 +453,7 @@ class Pipeline:
                     "checkpoint= and gradient checkpointing out, or train on the whole sequence"
                 )
             batch.carried.verify_empty()
-            self._verify_chunks(batch.carried)
+            self._verify_sequence(batch.carried)
         adapters = any([part.kwargs.get("adapter_names") is not None for part in batch.arguments])
         if adapters and len(self.settings.devices) > 1:
             raise ValueError(
@@ -472,7 +471,7 @@ class Pipeline:
                 "their own; use pipelined(..., checkpoint=...), or the model's own switch"
             )
 
-    def _verify_chunks(self, carried: CarriedCache) -> None:
+    def _verify_sequence(self, carried: CarriedCache) -> None:
         """Check once that the plain model gives for chunks of a sequence what it gives for the whole."""
         module, to_device = self.module, self.to(self.settings.devices[0])
 
@@ -481,7 +480,7 @@ class Pipeline:
 
         if "chunks" not in self._verified:
             with in_mode(module, False), untouched(module, self.settings.devices), torch.no_grad():
-                verify_chunks(carried, run, self.settings.study.epsilon)
+                verify_sequence(carried, run, self.settings.study.epsilon)
             self._verified.add("chunks")
 
     def _stays_whole(self, batch: SplitBatch) -> bool:

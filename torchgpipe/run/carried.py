@@ -22,7 +22,7 @@ from torchgpipe.cell.cell import Cell, Export
 from torchgpipe.model.comparison import Comparison
 from torchgpipe.model.values import each
 
-__all__ = ["Carried", "verify_chunks"]
+__all__ = ["Carried", "verify_sequence"]
 
 _TENSORS = ("keys", "values")
 
@@ -109,7 +109,7 @@ class Carried:
             )
 
 
-def verify_chunks(given: CarriedCache, run: Callable[[dict[str, Any]], Any], epsilon: float) -> None:
+def verify_sequence(given: CarriedCache, run: Callable[[dict[str, Any]], Any], epsilon: float) -> None:
     """Check that a plain model gives for two chunks of a short sequence what it gives for all of that.
 
     Args:
