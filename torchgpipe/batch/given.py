@@ -18,7 +18,6 @@ from torchgpipe.replay.statistics import Norm
 __all__ = [
     "GIVE_THEM",
     "MicroBatches",
-    "length_of",
     "order_of",
     "to_floats",
     "verify_independent",
@@ -169,11 +168,6 @@ class windows:
         return math.ceil(len(self._batches) / self._size)  # type: ignore[arg-type]
 
 
-def length_of(batch: Any) -> int:
-    """Return the length of a micro-batch, which its time is taken to grow with: the elements of its first tensor."""
-    return next((tensor.numel() for _, tensor in each((batch,), objects=True)), 0)
-
-
 def order_of(window: MicroBatches | None, model: nn.Module | None = None) -> list[int] | None:
     """Return the numbers of micro-batches in the order in which a step runs them; None if they run as they come.
 
@@ -190,7 +184,9 @@ def order_of(window: MicroBatches | None, model: nn.Module | None = None) -> lis
                 "follow the order in which micro-batches run; leave order= out, freeze the norm (norm.eval()), or for "
                 "GPipe give deferred_batch_norm=True"
             )
-    shortest_first = sorted(range(len(window)), key=[length_of(batch) for batch in window].__getitem__)
+    # The time of a micro-batch is taken to grow with the elements of its first tensor.
+    lengths = [next((tensor.numel() for _, tensor in each((batch,), objects=True)), 0) for batch in window]
+    shortest_first = sorted(range(len(window)), key=lengths.__getitem__)
     return shortest_first[::2] + shortest_first[1::2][::-1]
 
 

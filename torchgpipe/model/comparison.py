@@ -190,10 +190,8 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     return torch.split(flat, size) if flat.numel() else ()
 
 
-def _size_of(tensor: Tensor | None) -> tuple[float, float]:
-    """Return the largest absolute finite number of a tensor, and its norm, which is nan for None."""
-    if tensor is None:
-        return 0.0, math.nan
+def _size_of(tensor: Tensor) -> tuple[float, float]:
+    """Return the largest absolute finite number of a tensor, and its norm."""
     largest, squares = 0.0, 0.0
     for block in map(_wide, _blocks(tensor)):
         size, norm = (float(torch.linalg.vector_norm(block, p)) for p in (math.inf, 2))
@@ -205,17 +203,15 @@ def _size_of(tensor: Tensor | None) -> tuple[float, float]:
 
 def _measured(plain: Tensor | None, ours: Tensor | None) -> tuple[float, float, float, float]:
     """Return the largest difference of two tensors, the largest finite number in them, and their norms."""
-    a, b = (None if one is None else dense(one) for one in (plain, ours))
+    known = [dense(one) for one in (plain, ours) if one is not None]
+    a, b = known if len(known) == 2 else [known[0], known[0].new_zeros(()).expand(known[0].shape)]
     (largest, norm), (other_largest, other_norm) = _size_of(a), _size_of(b)
+    is_alike = a.shape == b.shape and a.dtype == b.dtype
+    gaps = [_gap(x, y) for x, y in zip(_blocks(a), _blocks(b.to(a.device)))] if is_alike else [math.inf]
     largest = max(largest, other_largest)
-    if a is None or b is None:
-        is_finite = all([one is None or math.isfinite(size) for one, size in ((a, norm), (b, other_norm))])
-        difference = largest if is_finite else math.inf
-    elif a.shape != b.shape or a.dtype != b.dtype:
-        difference = math.inf
-    else:
-        difference = max([_gap(x, y) for x, y in zip(_blocks(a), _blocks(b.to(a.device)))], default=0.0)
-    return difference, largest, norm, other_norm
+    if len(known) == 2:
+        return max(gaps, default=0.0), largest, norm, other_norm
+    return max(gaps, default=0.0), largest, *((norm, math.nan) if ours is None else (math.nan, norm))
 
 
 def _wide(block: Tensor) -> Tensor:
