@@ -96,24 +96,30 @@ class PlainModel:
     # ------------------------------------------------------------------------------------------------------- its runs
 
     @contextmanager
-    def running(self) -> Iterator[tuple[Callable[[], Gradients], Callable[[], dict[str, Tensor]]]]:
-        """Let the plain model run in a ``with`` block without a trace.
+    def running(self, rows: Any) -> Iterator[tuple[Callable[[], Gradients], Callable[[], dict[str, Tensor]]]]:
+        """Let the plain model run on so many rows in a ``with`` block without a trace.
 
         It provides what takes gradients, and what returns the buffers that have changed.
         """
         names = self.names()
-        with self.untouched() as changed, self._in_one_piece(backward=True, moved=self._draw_on) as aliases:
-            self._aliases, self._random = aliases, RandomNumbers(None)
-            self.loss = self.loss_of(self.batch)
-            before = self._states_of_layers()
 
-            def take() -> Gradients:
-                with unobserved():
-                    named = zip([names[parameter] for parameter in aliases.trained], aliases.take())
-                    return take_fingerprints(named) | take_fingerprints(self.outside.take())
+        def take() -> Gradients:
+            with unobserved():
+                named = zip([names[parameter] for parameter in self._aliases.trained], self._aliases.take())
+                return take_fingerprints(named) | take_fingerprints(self.outside.take())
 
-            yield take, changed
-            self.drew = any(self._random.drawn) or self._states_of_layers() != before
+        try:
+            with self.untouched() as changed, self._in_one_piece(backward=True, moved=self._draw_on) as self._aliases:
+                self._random, self.loss = RandomNumbers(None), self.loss_of(self.batch)
+                before = self._states_of_layers()
+                yield take, changed
+                self.drew = any(self._random.drawn) or self._states_of_layers() != before
+        except Exception as error:
+            error.add_note(
+                f"while {rows} rows of the sample ran through the plain model, to compare the pipeline with it "
+                f"({self.decisions()}); perhaps {self.remedy()}"
+            )
+            raise
 
     def run(self, i: int | None) -> Any:
         """Run micro-batch ``i``, or all rows, and return the output."""
@@ -133,7 +139,7 @@ class PlainModel:
             scale: multiplies the gradients that backward begins with
         """
         outputs: list[Any] = []
-        with self.running() as (take, changed):
+        with self.running(self.sizes) as (take, changed):
             for i in range(len(self.sizes)):
                 begin = time.perf_counter()
                 with self.drawing_as(i):
@@ -159,7 +165,7 @@ class PlainModel:
         """
         numbers: dict[str, Number] = {}
         scale = 1.0 if i is None else _SHARE
-        with self.running() as (take, _):
+        with self.running(sum(self.sizes) if i is None else self.sizes) as (take, _):
             with self.drawing_as(i or 0):
                 output = self.run(i)
                 found, share = self._numbers(i, output)
@@ -278,14 +284,6 @@ class PlainModel:
         return {"loss": number}, share
 
     # --------------------------------------------------------------------------------------------------- for errors
-
-    def explain_failure(self, error: Exception, rows: Any = None) -> Exception:
-        """Add to an error which rows of the sample ran through the plain model, and return it."""
-        error.add_note(
-            f"while {rows or self.sizes} rows of the sample ran through the plain model, to compare the pipeline with "
-            f"it ({self.decisions()}); perhaps {self.remedy()}"
-        )
-        return error
 
     def remedy(self) -> str:
         """Say what to do if rows cannot be split."""

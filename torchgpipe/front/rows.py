@@ -42,7 +42,7 @@ class Rows:
         with in_mode(self._module, training):
             parts = [plain.numbers_of(i) for i in range(len(self._sizes))]
             draws = plain.drew
-            together, numbers = self._numbers_of_all()
+            together, numbers = plain.numbers_of(None)
             self._compare_outputs(together, [output for output, _ in parts], training=training, draws=draws)
             for path, number in numbers.items() if not draws else ():
                 apart = [part[path] for _, part in parts if path in part]
@@ -52,12 +52,6 @@ class Rows:
                     comparison.note("gradients, rows together and apart", OF_ROWS.format(name))
             if not comparison.is_equal:
                 self._explain_change(training)
-
-    def compare_numbers(self) -> None:
-        """Compare the values of the numbers alone, and find their rules if these are not known."""
-        parts = [self._plain.numbers_of(i)[1] for i in range(len(self._sizes))]
-        for path, number in self._numbers_of_all()[1].items():
-            self._compare_number(path, number, [part[path] for part in parts if path in part])
 
     def find_divisors(self) -> None:
         """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
@@ -86,17 +80,10 @@ class Rows:
         parts = [(share / number.scale, number.gradients) for number, share in zip(apart, shares) if share]
         return differing_most(together.gradients, parts, self._comparison.loose)
 
-    def _numbers_of_all(self) -> tuple[Any, dict[str, Number]]:
-        try:
-            return self._plain.numbers_of(None)
-        except Exception as error:
-            self._plain.explain_failure(error, sum(self._sizes))
-            raise
-
     def _explain_change(self, training: bool) -> None:
         """Say so if what differs between rows together and apart differs from call to call."""
         plain, comparison, outputs = self._plain, self._comparison, list[Any]()
-        with plain.running(), torch.no_grad():
+        with plain.running(self._sizes), torch.no_grad():
             for _ in range(2):
                 with plain.drawing_as(0):
                     outputs.append(plain.without_graph(plain.run(0)))

@@ -208,7 +208,7 @@ class SampleProof:
                 if ran_out_of_memory(error):
                     raise
                 if not training:
-                    raise _PlainFails(self._plain.explain_failure(error)) from error
+                    raise _PlainFails(error) from error
                 self.comparison.tell(
                     f"not compared: training, in which the plain model fails on the sample ({quote(error)})"
                 )
@@ -223,7 +223,7 @@ class SampleProof:
                 run = self._plain.apart(backward=False)
         except Exception as error:
             if couples:
-                raise _PlainFails(self._plain.explain_failure(error)) from error
+                raise _PlainFails(error) from error
             self.comparison.tell(
                 f"not compared: evaluation, in which the plain model fails on the sample ({quote(error)})"
             )
@@ -271,16 +271,15 @@ class SampleProof:
             with torch.inference_mode(False), torch.no_grad(), without_compiler(module), suppress(Exception):
                 self._rows.find_divisors()
                 if self._has_rows:
-                    with in_mode(module, False):
-                        self._rows.compare_numbers()
+                    self._rows.compare(False)
                 return True
         return False
 
     def confirm_rules(self, other: SampleProof) -> None:
         """Compare the values of the numbers of another mini-batch by the rules that are known."""
         if self._settings.study.rules and self.comparison.is_equal:
-            with torch.inference_mode(False), torch.no_grad(), in_mode(self._module, False), suppress(Exception):
-                other._rows.compare_numbers()
+            with torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+                other._rows.compare(False)
                 self.comparison.rows += other.comparison.rows
 
     # -------------------------------------------------------------------------------------------------------- pipeline
