@@ -14,7 +14,7 @@ from torchgpipe.batch.given import GIVE_THEM
 from torchgpipe.batch.inputs import SplitBatch
 from torchgpipe.devices.generators import state_of
 from torchgpipe.devices.memory import ran_out_of_memory, return_freed
-from torchgpipe.model.comparison import cotangent
+from torchgpipe.model.comparison import Comparison, cotangent
 from torchgpipe.model.untouched import untouched
 from torchgpipe.model.values import copy_without_graph, each, mapped
 from torchgpipe.pipeline.numbers import MicroBatchLoss
@@ -57,10 +57,10 @@ class PlainModel:
         batch: the mini-batch
         target: the target of the loss function; None to compare what the model returns
         whole: the plain model over several processes
-        skip: takes what cannot be compared
+        comparison: takes what cannot be compared
 
     Attributes:
-        pipeline: see above
+        pipeline, comparison: see above
         batch: the mini-batch, which is the proof's own
         sizes: the rows of each micro-batch
         with_loss: whether the loss function is compared
@@ -71,9 +71,9 @@ class PlainModel:
     """
 
     def __init__(
-        self, pipeline: Pipeline, batch: SplitBatch, target: Any, whole: Whole | None, skip: Callable[[str], None]
+        self, pipeline: Pipeline, batch: SplitBatch, target: Any, whole: Whole | None, comparison: Comparison
     ) -> None:
-        self.pipeline, self._settings, self._whole, self._skip = pipeline, pipeline.settings, whole, skip
+        self.pipeline, self._settings, self._whole, self.comparison = pipeline, pipeline.settings, whole, comparison
         self._module: Any = pipeline.module
         self._in_one_piece = (pipeline if whole is None else whole.pipeline).in_one_piece
         with torch.inference_mode(False):
@@ -91,7 +91,7 @@ class PlainModel:
 
     def of(self, batch: SplitBatch) -> PlainModel:
         """Return the plain model on another mini-batch, without a loss function."""
-        return PlainModel(self.pipeline, batch, None, self._whole, self._skip)
+        return PlainModel(self.pipeline, batch, None, self._whole, self.comparison)
 
     # ------------------------------------------------------------------------------------------------------- its runs
 
@@ -196,7 +196,7 @@ class PlainModel:
             if ran_out_of_memory(error):
                 raise
             if tells:
-                self._skip(f"gradients, because the plain model cannot be differentiated ({quote(error)})")
+                self.comparison.skip(f"gradients, because the plain model cannot be differentiated ({quote(error)})")
             return False
         return True
 

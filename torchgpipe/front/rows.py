@@ -6,16 +6,16 @@ import inspect
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchgpipe.batch.given import MicroBatches
 from torchgpipe.batch.inputs import Arguments
 from torchgpipe.batch.outputs import join
 from torchgpipe.front.plain import Number, PlainModel
-from torchgpipe.model.comparison import Comparison, difference_of
+from torchgpipe.model.comparison import difference_of
 from torchgpipe.model.untouched import in_mode
 from torchgpipe.model.values import each
 from torchgpipe.pipeline.numbers import Numbers
@@ -28,12 +28,11 @@ class Rows:
     """The comparison of rows together with rows apart.
 
     Args:
-        plain: the plain model
-        comparison: takes the rows of the table
+        plain: the plain model, with the table
     """
 
-    def __init__(self, plain: PlainModel, comparison: Comparison) -> None:
-        self._plain, self._comparison, self._sizes = plain, comparison, plain.sizes
+    def __init__(self, plain: PlainModel) -> None:
+        self._plain, self._comparison, self._sizes = plain, plain.comparison, plain.sizes
         self._module, self._settings = plain.pipeline.module, plain.pipeline.settings
 
     def compare(self, training: bool) -> None:
@@ -55,14 +54,14 @@ class Rows:
 
     def find_divisors(self) -> None:
         """Find out which numbers are divided by ``num_items_in_batch``, which many models accept and ignore."""
-        study, (args, kwargs) = self._settings.study, self._plain.batch.parts[0]
-        window = MicroBatches([(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)])
-        other = self._plain.of(study.splitter.micro_batches(Arguments((window,), {}), 2))
+        divides, (args, kwargs) = self._settings.study.divides, self._plain.batch.parts[0]
+        given = [Arguments(args, {**kwargs, "num_items_in_batch": count}) for count in (7, 14)]
+        other = self._plain.of(replace(self._plain.batch, arguments=given, given=True))
         with torch.no_grad(), in_mode(self._module, False), suppress(Exception):  # It may not take this argument.
             inspect.signature(self._module._torchgpipe_forward).bind_partial(num_items_in_batch=7)
             (_, of_seven), (_, of_fourteen) = other.numbers_of(0), other.numbers_of(1)
             for path, number in of_seven.items():
-                study.divides[path] = self._fits(number, [of_fourteen[path]], [2.0])
+                divides[path] = self._fits(number, [of_fourteen[path]], [2.0])
 
     def _fits(self, together: Number, apart: Sequence[Number], shares: Sequence[float]) -> bool:
         """Return whether a number of all rows, and its gradient, are those of micro-batches with these shares."""

@@ -153,8 +153,8 @@ class SampleProof:
         self._devices = self._settings.devices
         self._has_rows = not batch.given and len(batch.sizes) > 1
         self.comparison = Comparison(self._settings.study.epsilon)
-        self._plain = PlainModel(pipeline, batch, target, whole, self.comparison.skip)
-        self._rows = Rows(self._plain, self.comparison)
+        self._plain = PlainModel(pipeline, batch, target, whole, self.comparison)
+        self._rows = Rows(self._plain)
 
     @property
     def patience(self) -> float:
@@ -174,9 +174,7 @@ class SampleProof:
             self._refuse_nan(apart.outputs)
             unclear = [name for name, grad in apart.gradients.items() if grad and math.isnan(grad.norm)]
             if unclear:
-                comparison.tell(
-                    f"not compared: gradients of the parameters {unclear}, which are nan in the plain model"
-                )
+                comparison.skip(f"gradients of the parameters {unclear}, which are nan in the plain model")
             norms = [child for child in module.modules() if isinstance(child, BatchNormBase)]
             # A layer that changes its buffers, as a spectral norm does, may compute with them.
             couples = apart.draws or bool(generators_in(module.modules()) or apart.buffers or norms)
@@ -209,9 +207,7 @@ class SampleProof:
                     raise
                 if not training:
                     raise _PlainFails(error) from error
-                self.comparison.tell(
-                    f"not compared: training, in which the plain model fails on the sample ({quote(error)})"
-                )
+                self.comparison.skip(f"training, in which the plain model fails on the sample ({quote(error)})")
         if not self._plain.with_loss:
             self._rows.find_divisors()
         return training, run
@@ -224,15 +220,12 @@ class SampleProof:
         except Exception as error:
             if couples:
                 raise _PlainFails(error) from error
-            self.comparison.tell(
-                f"not compared: evaluation, in which the plain model fails on the sample ({quote(error)})"
-            )
+            self.comparison.skip(f"evaluation, in which the plain model fails on the sample ({quote(error)})")
             return None
         self._refuse_nan(run.outputs)
         if self._has_rows and (couples or not all(map(have_equal_tensors, run.outputs, apart.outputs))):
             self._rows.compare(False)
-        outputs: list[Any] = run.outputs
-        return outputs
+        return list(run.outputs)
 
     def _refuse_nan(self, outputs: Sequence[Any]) -> None:
         """Refuse outputs that have nan in the plain model, which shows nothing.
