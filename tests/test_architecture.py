@@ -74,8 +74,8 @@ CAPS = {
         "offload": 738,
         "cell": 619,
         "drive": 799,
-        "proof": 305,
-        "gpipe": 383,
+        "proof": 301,
+        "gpipe": 380,
         "spine": 1440,
         "run": 1696,
         "pipeline": 834,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18494
+TOTAL = 18487
 
 #: The most lines of code of any room.
 LARGEST = 1900

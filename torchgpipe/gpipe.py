@@ -472,9 +472,6 @@ class GPipe(nn.Module):
 
         return SequentialProof(
             self,
-            lambda: self.partitions,
-            self.devices,
-            chunks=self.chunks,
             splits=splits,
             batches=lambda chunks: self._scatter(fresh(inputs), chunks, first, fresh(keywords)),
             gather=self._gather if splits else values_of,

@@ -5,13 +5,13 @@ Where layers draw random numbers in training, that is left out: a pipeline draws
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchgpipe.batch.loss import Losses
 from torchgpipe.batch.microbatch import Batch
@@ -19,7 +19,6 @@ from torchgpipe.devices.device import bring
 from torchgpipe.devices.stream import Streams
 from torchgpipe.devices.torch_internals import BatchNormBase, pytree
 from torchgpipe.model.comparison import Comparison, cotangent
-from torchgpipe.model.partition import Partition
 from torchgpipe.model.untouched import in_mode, untouched
 from torchgpipe.norms.mini_batch import mini_batch
 from torchgpipe.proof.leaves import Leaves
@@ -46,10 +45,7 @@ class SequentialProof:
     """The comparison of a pipeline with its own layers on one mini-batch.
 
     Attributes:
-        model: the pipeline
-        partitions: returns the layers of each partition
-        devices: the device of each partition
-        chunks: the number of micro-batches
+        model: the pipeline, a GPipe
         splits: whether the micro-batches are parts of a mini-batch
         batches: returns new micro-batches, at most so many
         gather: joins the outputs of micro-batches
@@ -58,10 +54,7 @@ class SequentialProof:
         step: runs a step
     """
 
-    model: nn.Module
-    partitions: Callable[[], Sequence[Partition]]
-    devices: Sequence[torch.device]
-    chunks: int
+    model: Any
     splits: bool
     batches: Callable[[int], list[Batch]]
     gather: Callable[[list[Batch]], Any]
@@ -95,7 +88,7 @@ class SequentialProof:
         def run(count: int, scale: int = 1) -> Run:
             return self._recorded(lambda: self._layers(count, scale, None if loss is None else loss(count)))
 
-        apart = run(self.chunks)
+        apart = run(self.model.chunks)
         if apart.draws:
             if training:
                 comparison.skip("training, where layers draw random numbers, and a pipeline in another order")
@@ -118,14 +111,14 @@ class SequentialProof:
             row = f"{kind} {{}}{what}"
             comparison.add_named(row, a, b, f"{row} {_DIFFERS}", comparison.tight)
         faults = {name: f"gradient of {name}{what} {_DIFFERS}" for name in ours.gradients}
-        compare_gradients(comparison, apart, partial(run, self.chunks), ours.gradients, faults, what)
+        compare_gradients(comparison, apart, partial(run, self.model.chunks), ours.gradients, faults, what)
 
     def _recorded(self, run: Callable[[], dict[str, Tensor]]) -> Run:
         """Run without a trace."""
-        with untouched(self.model, self.devices) as changed:
-            before, outputs = generator_states(self.devices), run()
+        with untouched(self.model, self.model.devices) as changed:
+            before, outputs = generator_states(self.model.devices), run()
             gradients = take_fingerprints(self._leaves.take())
-            return Run(outputs, changed(), gradients, generator_states(self.devices) != before)
+            return Run(outputs, changed(), gradients, generator_states(self.model.devices) != before)
 
     def _layers(self, count: int, scale: int = 1, loss: Losses | None = None) -> dict[str, Tensor]:
         """Run the layers on so many micro-batches, and differentiate each."""
@@ -141,21 +134,21 @@ class SequentialProof:
                     pairs = [(value, torch.full_like(value, scale))]
                 else:
                     of_rows = [cotangent(f"{k} {i}", leaf) for k, leaf in enumerate(leaves)]
-                    seeds.append(of_rows if count == self.chunks else self._seeds)
+                    seeds.append(of_rows if count == self.model.chunks else self._seeds)
                     pairs = [(leaf, seed * scale) for leaf, seed in zip(leaves, seeds[-1])]
                 self._differentiate(pairs)
                 copies = [leaf if leaf is None else leaf.detach().clone() for leaf in output.leaves]
                 outputs.append(output.replace(tuple(copies)))
         if loss is not None:
             return {"['loss']": loss.sum()}
-        if count == self.chunks:
+        if count == self.model.chunks:
             self._seeds = [*map(torch.cat, zip(*seeds))] if self.splits else [seed for one in seeds for seed in one]
         return _named(self.gather(outputs))
 
     def _layers_on(self, batch: Batch) -> Batch:
         tracker = SkipTracker()
         with tracker:
-            for partition, device in zip(self.partitions(), self.devices):
+            for partition, device in zip(self.model.partitions, self.model.devices):
                 batch = batch.replace(tuple([leaf if leaf is None else bring(leaf, device) for leaf in batch.leaves]))
                 for key, skip in tracker.skips.items():
                     tracker.skips[key] = skip if skip is None else bring(skip, device)
