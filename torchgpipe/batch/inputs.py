@@ -37,7 +37,6 @@ __all__ = [
     "arguments_of",
     "resized",
     "vary_row",
-    "window_of",
 ]
 
 
@@ -59,6 +58,23 @@ class Arguments(NamedTuple):
         before = tuple(self)
         changed = mapped(before, change, caches=caches, objects=True)
         return self if changed is before else Arguments(*changed)
+
+    @property
+    def window(self) -> MicroBatches | None:
+        """The micro-batches that the caller gives; None if there are none.
+
+        Raises:
+            TypeError: there are other arguments.
+        """
+        values = [*self.args, *self.kwargs.values()]
+        windows = [value for value in values if isinstance(value, MicroBatches)]
+        if windows and (len(values) > 1 or self.kwargs):
+            raise TypeError(
+                "MicroBatches must be the only argument, and each of them all arguments of a micro-batch: a tuple of "
+                "positional ones, a dict of keyword ones, or (tuple, dict); give a step the targets of loss_fn by "
+                "name, target=MicroBatches([...])"
+            )
+        return windows[0] if windows else None
 
     def with_values(self, values: Sequence[Any]) -> Arguments:
         """Return arguments of the same names with other values."""
@@ -172,7 +188,7 @@ class Splitter:
         Raises:
             TypeError: one argument of several is `MicroBatches`.
         """
-        window = window_of(arguments)
+        window = arguments.window
         if window is not None or not self.splits:
             given = [arguments] if window is None else [arguments_of(batch) for batch in window]
             sizes = [rows_of(tuple(part), 1, objects=True) for part in given]
@@ -352,25 +368,6 @@ class SplitBatch:
         arguments = [part.mapped(change, caches=caches) for part in self.arguments]
         is_same = all([new is old for new, old in zip(arguments, self.arguments)])
         return self if is_same else replace(self, arguments=arguments)
-
-
-def window_of(arguments: Arguments) -> MicroBatches | None:
-    """Return the micro-batches that the caller gives; None if there are none.
-
-    Raises:
-        TypeError: there are other arguments.
-    """
-    values = [*arguments.args, *arguments.kwargs.values()]
-    windows = [value for value in values if isinstance(value, MicroBatches)]
-    if not windows:
-        return None
-    if len(values) > 1 or arguments.kwargs:
-        raise TypeError(
-            "MicroBatches must be the only argument, and each of them all arguments of a micro-batch: a tuple of "
-            "positional ones, a dict of keyword ones, or (tuple, dict); give a step the targets of loss_fn by name, "
-            "target=MicroBatches([...])"
-        )
-    return windows[0]
 
 
 def _is_plain_tuple(value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchgpipe.batch.given import MicroBatches, verify_independent
-from torchgpipe.batch.inputs import Arguments, arguments_of, window_of
+from torchgpipe.batch.inputs import Arguments, arguments_of
 from torchgpipe.batch.loss import NO_LOSS_FUNCTION, verify_loss
 from torchgpipe.devices.device import canonical_device, default_device, working_devices
 from torchgpipe.devices.links import verify_links
@@ -176,7 +176,7 @@ def pipelined(
     apart, studied = isinstance(sample, _Apart), None
     if isinstance(sample, _Apart):
         sample, studied = sample
-    window = sample if isinstance(sample, MicroBatches) else window_of(arguments_of(sample))
+    window = sample if isinstance(sample, MicroBatches) else arguments_of(sample).window
     verify_independent(window, "the sample of pipelined")
     if chunks is None and window is None:
         raise TypeError(

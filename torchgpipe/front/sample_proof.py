@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.batch.inputs import Arguments, SplitBatch, resized, window_of
+from torchgpipe.batch.inputs import Arguments, SplitBatch, resized
 from torchgpipe.batch.outputs import verify_known
 from torchgpipe.batch.rule import Rule
 from torchgpipe.cell.cell import Export
@@ -74,7 +74,7 @@ def prove(pipeline: Pipeline, sample: Arguments, target: Any, *, verifies: bool)
     settings = pipeline.settings
     splitter, count = settings.study.splitter, min(2, settings.chunks)
     variations = [[sample]]
-    if window_of(sample) is None and splitter.rows and count > 1:
+    if sample.window is None and splitter.rows and count > 1:
         rows = splitter.rows if splitter.rows >= 4 else max(4, 2 * splitter.rows)
         sample, target = splitter.resized(sample, rows), resized(target, splitter.rows, rows)
         variations = vary_sample(splitter, sample, settings.study.labels, must_differ=verifies)

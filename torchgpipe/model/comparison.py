@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchgpipe.model.fingerprint import Fingerprint, are_equal, dense, length
+from torchgpipe.model.fingerprint import Fingerprint, dense, have_same_bits, length
 
 __all__ = ["Compared", "Comparison", "cotangent", "difference_of"]
 
@@ -133,7 +133,7 @@ class Comparison:
             noise: returns the norm of the rounding of the plain model's, which is measured only where it matters
         """
         a, b = (math.nan if one is None else one.norm for one in (plain, ours))
-        if are_equal(plain, ours):
+        if have_same_bits(plain, ours):
             self.rows.append(Compared(name, a, b, 0.0, ""))
             return
         known = [one for one in (plain, ours) if one is not None]

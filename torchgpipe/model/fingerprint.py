@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Fingerprint", "Projections", "are_equal", "combined", "dense", "fingerprint", "length", "weighted_sum"]
+__all__ = ["Fingerprint", "Projections", "combined", "dense", "fingerprint", "have_same_bits", "length", "weighted_sum"]
 
 #: The elements that each have a random vector of their own; the blocks of a tensor differ by signs.
 _BLOCK = 1 << 14
@@ -66,7 +66,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     return Fingerprint((bits, tensor.dtype, tensor.shape), math.sqrt(square), tuple(projections))
 
 
-def are_equal(a: Fingerprint | None, b: Fingerprint | None) -> bool:
+def have_same_bits(a: Fingerprint | None, b: Fingerprint | None) -> bool:
     """Return whether two tensors have the same bits."""
     if a is None or b is None or a.bits != b.bits:
         return a is b
