@@ -64,7 +64,7 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1047,
+        "model": 1042,
         "batch": 1214,
         "norms": 256,
         "listener": 65,
@@ -79,7 +79,7 @@ CAPS = {
         "spine": 1440,
         "run": 1696,
         "pipeline": 834,
-        "front": 1375,
+        "front": 1372,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18485
+TOTAL = 18477
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -314,24 +314,21 @@ class _Pipelined(nn.Module):
         return ", ".join(filter(None, said))
 
 
-class _Setting:
-    """An attribute of a pipelined module that is a setting, if the module has no attribute of this name itself."""
+def _setting(name: str, verified: Callable[[Settings, Any], Any]) -> property:
+    """Return an attribute that is a setting, unless the module has an attribute of this name itself."""
 
-    def __init__(self, name: str, verified: Callable[[Settings, Any], Any]) -> None:
-        self._name, self._verified = name, verified
-
-    def __get__(self, module: Any, kind: type[nn.Module] | None = None) -> Any:
-        if module is None:
-            return self
+    def read(module: Any) -> Any:
         own = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
-        return own[self._name] if self._name in own else getattr(_settings_of(module), self._name)
+        return own[name] if name in own else getattr(_settings_of(module), name)
 
-    def __set__(self, module: Any, value: Any) -> None:
-        if self._name in vars(module):
-            vars(module)[self._name] = value
+    def write(module: Any, value: Any) -> None:
+        if name in vars(module):
+            vars(module)[name] = value
         else:
             settings = _settings_of(module)
-            setattr(settings, self._name, self._verified(settings, value))
+            setattr(settings, name, verified(settings, value))
+
+    return property(read, write)
 
 
 def verify_fitting(settings: Settings, schedule: Schedule) -> Schedule:
@@ -364,7 +361,7 @@ def _subclass(kind: Any) -> Any:
         # Trainers read which arguments forward takes. No __wrapped__, which they would call past the pipeline.
         "forward": _forward_like(kind),
         **{method.__name__: method for method in _OF_TRANSFORMERS if hasattr(kind, method.__name__)},
-        **{name: _Setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},
+        **{name: _setting(name, verified) for name, verified in _SETTABLE.items() if not hasattr(kind, name)},
     }
     return type(kind)(kind.__name__, (_Pipelined, kind), names)
 

@@ -87,14 +87,13 @@ def untouched(module: nn.Module, devices: Iterable[torch.device] = ()) -> Iterat
 
     # A leaf that is no parameter has no alias, so the gradients of a run arrive at the leaf.
     grads = {tensor: tensor.grad for tensor in values if tensor.is_leaf and tensor.requires_grad}
-    # Lazy layers come into being in their first run.
-    restore = [
-        put_back
-        for child in module.modules()
-        if not any([parameter is not None and is_lazy(parameter) for parameter in child._parameters.values()])
-        for put_back in _restoring(child)
-    ]
-    restore += [_restoring_parameter(parameter) for parameter in module.parameters()]
+    restore = [_restoring_parameter(parameter) for parameter in module.parameters()]
+    for child in module.modules():
+        # Lazy layers come into being in their first run.
+        if not any([parameter is not None and is_lazy(parameter) for parameter in child._parameters.values()]):
+            restore.append(_restoring_state(vars(child)))
+            # A library that installs hooks in the first run notes that in an attribute, so both are put back.
+            restore += [put_back for name in _PUT_BACK for put_back in _put_backs(vars(child).get(name), 0)]
     owned = {parameter.device for parameter in module.parameters() if parameter.device.type != "meta"}
     with restored_generators({*owned, *devices}, list(module.modules())):
         try:
@@ -141,13 +140,6 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for child, before in modes:
             child.training = before
-
-
-def _restoring(child: nn.Module) -> list[Callable[[], Any]]:
-    """Return what puts a module back: its attributes, hooks and buffers."""
-    # A library that installs hooks in the first run notes that in an attribute, so both are put back.
-    others = [put_back for name in _PUT_BACK for put_back in _put_backs(vars(child).get(name), 0)]
-    return [_restoring_state(vars(child)), *others]
 
 
 def _restoring_state(state: dict[str, Any]) -> Callable[[], None]:
