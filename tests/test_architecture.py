@@ -64,8 +64,8 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1042,
-        "batch": 1214,
+        "model": 1037,
+        "batch": 1215,
         "norms": 256,
         "listener": 65,
         "graph": 345,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18467
+TOTAL = 18463
 
 #: The most lines of code of any room.
 LARGEST = 1900

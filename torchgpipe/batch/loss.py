@@ -20,7 +20,6 @@ from torchgpipe.batch.loss_proof import LossProof
 from torchgpipe.batch.microbatch import Batch, NoChunk, gather, has_an_item_for_each, split_rows
 from torchgpipe.batch.rule import Rule, Shares, rule_of
 from torchgpipe.devices.device import bring
-from torchgpipe.model.settings import verify_functions
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
 
 __all__ = [
@@ -48,7 +47,9 @@ def verify_loss(loss_fn: Any, weight: Any, reduce: Any) -> None:
         TypeError: a function is something else.
         ValueError: ``reduce`` has another value, it leaves ``weight`` without use, or there is a loss for each row.
     """
-    verify_functions(loss_fn=loss_fn, weight=weight)
+    for name, function in (("loss_fn", loss_fn), ("weight", weight)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, such as torch.nn.functional.mse_loss, but got {function!r}")
     if reduce not in (None, "mean", "sum"):
         raise ValueError(f"reduce must be 'mean', 'sum' or None, but got {reduce!r}")
     if reduce == "sum" and weight is not None:

@@ -14,7 +14,6 @@ __all__ = [
     "verify_checkpoint",
     "verify_checkpoint_or_layers",
     "verify_chunks",
-    "verify_functions",
     "verify_names",
     "verify_number",
 ]
@@ -64,17 +63,6 @@ def verify_names(name: str, names: Any) -> list[str]:
     if not all([isinstance(one, str) for one in found]):
         raise TypeError(f"{name} must be a list of names, such as ['x'], but got {names!r}")
     return found
-
-
-def verify_functions(**functions: Any) -> None:
-    """Check that settings are functions or None, given by name.
-
-    Raises:
-        TypeError: one is something else, such as the name of a loss.
-    """
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function, such as torch.nn.functional.mse_loss, but got {function!r}")
 
 
 def verify_checkpoint(checkpoint: Any) -> CheckpointMode:
