@@ -65,7 +65,7 @@ CAPS = {
         "processes": 761,
         "replay": 821,
         "model": 1037,
-        "batch": 1215,
+        "batch": 1210,
         "norms": 256,
         "listener": 65,
         "graph": 345,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18463
+TOTAL = 18458
 
 #: The most lines of code of any room.
 LARGEST = 1900

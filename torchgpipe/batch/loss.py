@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchgpipe.batch.copied_loss import copied_loss
 from torchgpipe.batch.given import MicroBatches, to_floats
-from torchgpipe.batch.loss_proof import LossProof
+from torchgpipe.batch.loss_proof import LossProof, copied_loss
 from torchgpipe.batch.microbatch import Batch, NoChunk, gather, has_an_item_for_each, split_rows
 from torchgpipe.batch.rule import Rule, Shares, rule_of
 from torchgpipe.devices.device import bring
