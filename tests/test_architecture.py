@@ -64,7 +64,7 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1037,
+        "model": 1034,
         "batch": 1210,
         "norms": 256,
         "listener": 65,
@@ -79,7 +79,7 @@ CAPS = {
         "spine": 1440,
         "run": 1696,
         "pipeline": 834,
-        "front": 1362,
+        "front": 1360,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18458
+TOTAL = 18453
 
 #: The most lines of code of any room.
 LARGEST = 1900

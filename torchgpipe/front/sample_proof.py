@@ -293,7 +293,8 @@ class SampleProof:
         with self._in_parts():
             gradients, buffers = self.run_pipeline(apart)
         if gradients is not None:
-            faults = {name: self._describe_gradient(j, name) for name, (j, _) in gradients.items()}
+            fault = f"the gradient of {{}} in {{}} is not that of the plain model; {_advise(self._module)}"
+            faults = {name: fault.format(name, settings.labels[j]) for name, (j, _) in gradients.items()}
             ours, scaled = {name: one for name, (_, one) in gradients.items()}, lambda k: self._plain.apart(scale=k)
             compare_gradients(self.comparison, apart, scaled, ours, faults)
         said = f"is changed in another way than by the plain model; {_COUNTS_AGAIN}; or {_advise(self._module)}"
@@ -435,12 +436,6 @@ class SampleProof:
             what, output, actual = f"of micro-batch {i}", dict(each(plain.pop(0))), ours.pop(i)
             fault = f"the output '{{}}' {what} is not that of the plain model, {where}"
             self.comparison.add_named(f"'{{}}' {what}{mode}", output, actual, fault, tolerance)
-
-    # ---------------------------------------------------------------------------------------------------------- faults
-
-    def _describe_gradient(self, j: int, name: str) -> str:
-        where = self._settings.labels[j]
-        return f"the gradient of {name} in {where} is not that of the plain model; {_advise(self._module)}"
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -41,7 +41,7 @@ def place(partitions: Sequence[Partition], devices: Sequence[torch.device], *, o
                 on_meta[module]()
         if offload:
             move_buffers(partition, device)
-        elif not all(same_memory(tensor.device, device) for tensor in _tensors(partition)):
+        elif not all(same_memory(tensor.device, device) for tensor in (*partition.parameters(), *partition.buffers())):
             for name, parameter in partition.named_parameters():
                 move_parameter(name, parameter, device)
             partition.to(device)  # Buffers, and what layers do when they are moved.
@@ -202,11 +202,6 @@ def _not_materialisable(name: str, reason: str) -> ValueError:
         "module before what refers to its parameters is made (an optimizer may be made before), or materialise the "
         "module and load its weights before wrapping it"
     )
-
-
-def _tensors(partition: Partition) -> Iterator[torch.Tensor]:
-    yield from partition.parameters()
-    yield from partition.buffers()
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
