@@ -79,7 +79,7 @@ CAPS = {
         "spine": 1440,
         "run": 1696,
         "pipeline": 834,
-        "front": 1360,
+        "front": 1359,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18453
+TOTAL = 18452
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -173,9 +173,8 @@ def pipelined(
         Exception: what the plain module raises on the sample, with a note.
     """
     verify_module(module)
-    apart, studied = isinstance(sample, _Apart), None
-    if isinstance(sample, _Apart):
-        sample, studied = sample
+    apart = isinstance(sample, _Apart)
+    sample, studied = sample if apart else (sample, None)
     window = sample if isinstance(sample, MicroBatches) else arguments_of(sample).window
     verify_independent(window, "the sample of pipelined")
     if chunks is None and window is None:
