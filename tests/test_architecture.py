@@ -64,7 +64,7 @@ CAPS = {
         "skip": 318,
         "processes": 761,
         "replay": 821,
-        "model": 1034,
+        "model": 1029,
         "batch": 1210,
         "norms": 256,
         "listener": 65,
@@ -75,7 +75,7 @@ CAPS = {
         "cell": 619,
         "drive": 799,
         "proof": 301,
-        "gpipe": 380,
+        "gpipe": 375,
         "spine": 1440,
         "run": 1696,
         "pipeline": 834,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18452
+TOTAL = 18442
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -48,13 +48,12 @@ from torchgpipe.model.settings import (
 from torchgpipe.model.values import copy_without_graph, mapped
 from torchgpipe.model.verify import (
     verify_balance,
-    verify_compiled,
     verify_devices,
     verify_divided,
     verify_initialised,
     verify_layer_names,
-    verify_layers,
     verify_module,
+    verify_threads,
 )
 from torchgpipe.norms.deferred import DeferredBatchNorm, verify_unshared
 from torchgpipe.norms.mini_batch import mini_batch
@@ -194,8 +193,7 @@ class GPipe(nn.Module):
         self._begun = False
         self._partitions: list[Partition] = []
         verify_layer_names(self, module)
-        verify_layers(module.modules(), self.devices)
-        verify_compiled(module.modules(), self.devices)
+        verify_threads(module.modules(), self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self._partitions = split(self._layers_of(module), self.balance, self._partition_type)
@@ -303,7 +301,7 @@ class GPipe(nn.Module):
             if keywords:
                 raise TypeError(f"there is no layer that could take the keyword inputs {[*keywords]}")
             return Batch.of(inputs[0] if len(inputs) == 1 else inputs, "input").value
-        self._verify_layers()
+        verify_threads((*self._partitions, *self.modules()), self.devices)
         inputs, keywords = self._whole.wrap(inputs, keywords)
         batches = self._scatter(inputs, self.chunks, self.devices[0], keywords)
         self._begin((inputs, keywords), 5)
@@ -417,7 +415,7 @@ class GPipe(nn.Module):
             raise ValueError("a step needs layers, but there are none in the pipeline")
         (input,), _ = self._whole.wrap((input,), {})
         self._refuse_unwrapped()
-        self._verify_layers()
+        verify_threads((*self._partitions, *self.modules()), self.devices)
         inputs = self._scatter((input,), self.chunks, self.devices[0], {})
         self._begin(input, 4)
         losses = self._losses(input, target, self.chunks, self._loss_proof)
@@ -481,11 +479,6 @@ class GPipe(nn.Module):
             else None,
             step=lambda: self.step(fresh(inputs[0]), target),
         ).run()
-
-    def _verify_layers(self) -> None:
-        """Check what may have changed since the pipeline was made."""
-        verify_layers(self.modules(), self.devices)
-        verify_compiled((*self._partitions, *self.modules()), self.devices)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each partition separately, with the arguments of :func:`torch.compile`.

@@ -314,6 +314,8 @@ def what_would_wait_for_ever_is_refused(way: Way) -> None:
         way(inside)
     with pytest.raises(ValueError, match="deferred_batch_norm=True"):
         GPipe(sync(), [1, 1, 1], devices=way.devices)
+    with pytest.raises(ValueError, match="SyncBatchNorm cannot run in a pipeline on 2 devices"):
+        pipelined(sync().double().eval(), data(2)[0], chunks=2, devices=way.devices[:2])
     model = GPipe(build(), BALANCE, devices=way.devices)
     setattr(model, "3", nn.SyncBatchNorm(3))
     with pytest.raises(ValueError, match="on 3 devices"):

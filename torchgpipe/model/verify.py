@@ -19,13 +19,12 @@ from torchgpipe.model.settings import CheckpointMode, verify_number
 
 __all__ = [
     "verify_balance",
-    "verify_compiled",
     "verify_devices",
     "verify_divided",
     "verify_initialised",
     "verify_layer_names",
-    "verify_layers",
     "verify_module",
+    "verify_threads",
 ]
 
 
@@ -188,42 +187,32 @@ def verify_initialised(module: nn.Module, checkpoint: CheckpointMode | tuple[str
         )
 
 
-def verify_compiled(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raise an error if modules were compiled into CUDA graphs, and each device has a thread.
+def verify_threads(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Raise an error if modules cannot run in several threads, as each device has one.
 
-    Raises:
-        ValueError: a module was compiled in a mode that makes CUDA graphs.
-    """
-    if len(set(devices)) == 1 or all([device.type == "cpu" for device in devices]):
-        return
-    for module in modules:
-        if uses_cuda_graphs(module):
-            raise ValueError(
-                f"a module ({type(module).__name__}) was compiled into CUDA graphs, which PyTorch keeps for each "
-                f"thread, and a pipeline on {len(set(devices))} devices has new threads in each call; compile it with "
-                "mode='default' or mode='max-autotune-no-cudagraphs'"
-            )
-
-
-def verify_layers(modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Raise an error if layers would call collectives from several threads at once.
-
-    Every process must call them in the same order, and the order among worker threads is undefined.
+    Every process must call collectives in the same order, and the order among threads is undefined.
 
     Raises:
         ValueError: there is a :class:`~torch.nn.SyncBatchNorm` or a layer in
-            :class:`~torch.nn.parallel.DistributedDataParallel`, and there are several devices and processes.
+            :class:`~torch.nn.parallel.DistributedDataParallel`, and there are several devices and processes; or a
+            module was compiled in a mode that makes CUDA graphs.
     """
-    if len(set(devices)) == 1 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    for module in modules:
-        for kind, remedy in _REMEDIES.items():
+    n, on_accelerator = len(set(devices)), any([device.type != "cpu" for device in devices])
+    in_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    for module in modules if n > 1 and (on_accelerator or in_group) else ():
+        for kind, remedy in _REMEDIES.items() if in_group else ():
             if isinstance(module, kind):
                 raise ValueError(
-                    f"{kind.__name__} cannot run in a pipeline on {len(set(devices))} devices: each device has a "
-                    "thread, so the order of collectives would differ between processes, which would wait for each "
-                    f"other for ever; use {remedy}"
+                    f"{kind.__name__} cannot run in a pipeline on {n} devices: each device has a thread, so the order "
+                    "of collectives would differ between processes, which would wait for each other for ever; use "
+                    f"{remedy}"
                 )
+        if on_accelerator and uses_cuda_graphs(module):
+            raise ValueError(
+                f"a module ({type(module).__name__}) was compiled into CUDA graphs, which PyTorch keeps for each "
+                f"thread, and a pipeline on {n} devices has new threads in each call; compile it with mode='default' "
+                "or mode='max-autotune-no-cudagraphs'"
+            )
 
 
 _REMEDIES: dict[type[nn.Module], str] = {

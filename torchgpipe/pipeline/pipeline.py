@@ -31,7 +31,7 @@ from torchgpipe.listener.label import labelled
 from torchgpipe.listener.listener import Place, Recorder
 from torchgpipe.model.untouched import in_mode, untouched
 from torchgpipe.model.values import each, is_cache, mapped
-from torchgpipe.model.verify import verify_compiled
+from torchgpipe.model.verify import verify_threads
 from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import on_demand
@@ -287,7 +287,7 @@ class Pipeline:
         """
         module, settings = self.module, self.settings
         children = list(module.modules())
-        verify_compiled(children, settings.devices)
+        verify_threads(children, settings.devices)
         self._has_hooks = any(map(has_call_hooks, children))
         structure: tuple[Any, ...] = tuple([(weakref.ref(child), *child._parameters) for child in children])
         if self.together is not None:  # It knows parameters themselves, which load_state_dict(assign=True) replaces.
