@@ -213,7 +213,7 @@ def in_halves(m: int, places: list[int]) -> list[Program]:
 
 
 @on_late
-@settings(max_examples=14, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=settings.default.max_examples // 3, phases=[Phase.explicit, Phase.generate])
 @given(draw=st.data())
 def test_it_equals_the_resident_pipeline_bit_for_bit(devices: Devices, draw: st.DataObject) -> None:
     front = draw.draw(st.sampled_from(["pipelined", "GPipe"]))
@@ -529,7 +529,7 @@ class Events:
 
 
 @on_late
-@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=settings.default.max_examples // 5, phases=[Phase.explicit, Phase.generate])
 @given(draw=st.data())
 def test_a_failure_anywhere_leaves_everything_as_it_was(devices: Devices, draw: st.DataObject) -> None:
     front, how = draw.draw(st.sampled_from([("pipelined", "step"), ("pipelined", "backward"), ("GPipe", "step")]))
