@@ -1,7 +1,4 @@
-"""Every benchmark runs from its arguments to its tables, at meaninglessly small sizes.
-
-What `make gpu DRY=1` runs is left to it: `.ci/run` does both.
-"""
+"""Every benchmark runs from its arguments to its tables, at meaninglessly small sizes."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch import nn
 
 from benchmarks import (
     batch_norm,
+    gpu,
     host_time,
     memory,
     peers,
@@ -140,6 +138,19 @@ def test_every_part_of_every_program_runs(
     result = run_parts(name, f"{FEW.get(name, '')} {options} --only {part}", monkeypatch, tmp_path)
     assert line in capsys.readouterr().out
     assert {"torch", "cpu", "cores", "commit"} <= set(result["environment"])
+
+
+@pytest.mark.parametrize("one", [one for one in gpu.SLICES if one.name != "tests"], ids=lambda one: one.name)
+def test_every_slice_of_a_gpu_has_its_key_figures(
+    one: gpu.Slice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in `make gpu DRY=1`, which starts a process for each slice and each peer; `test_gpu` has the processes."""
+    for package in one.needs:
+        pytest.importorskip(package)
+    program_, *tiny = f"{one.program} {one.tiny}".split()
+    peers_ = ["--peers", "plain", "ours"] if one.peers else []
+    result = run_parts(program_, " ".join(tiny), monkeypatch, tmp_path, *peers_, "--seconds", "60")
+    assert not gpu.figures(one, {"result": result}).startswith("no figures")
 
 
 def test_ways_are_asked_in_turn_and_every_other_turn_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
