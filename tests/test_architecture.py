@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 872,
         "skip": 318,
         "processes": 761,
-        "replay": 821,
+        "replay": 820,
         "model": 1029,
         "batch": 1210,
         "norms": 256,
@@ -72,12 +72,12 @@ CAPS = {
         "transport": 152,
         "gradients": 581,
         "offload": 738,
-        "cell": 619,
+        "cell": 618,
         "drive": 799,
         "proof": 301,
         "gpipe": 375,
-        "spine": 1440,
-        "run": 1696,
+        "spine": 1399,
+        "run": 1698,
         "pipeline": 834,
         "front": 1359,
         "timeline": 479,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18442
+TOTAL = 18401
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -89,7 +89,8 @@ class Cell:
     Attributes:
         i, column: see above
         exports: the tensors that later cells or the caller take; None for one that needs no gradient
-        second_runs: begin the second runs of modules that run again, in the order of their first runs
+        second_runs: return what begins the second runs of modules that run again, in the order of their first runs;
+            None if nothing of the graph is left
         sources: for each import, where its gradient goes
         span: the numbers of the autograd nodes that were made in this cell, the first, and the one behind the last, if
             the graph is to be verified; else None
@@ -104,7 +105,7 @@ class Cell:
         self._graph: CutGraph | None = None
         self.exports: list[Export | None] = []
         self._known: dict[tuple[int, int], Export] = {}
-        self.second_runs: list[Callable[[], None]] = []
+        self.second_runs: list[Callable[[], Callable[[], None] | None]] = []
         self.sources: list[Source] = []
         self.span: tuple[int, int] | None = None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -101,15 +101,18 @@ class Run:
     Args:
         layers: what runs
         inputs: the tensors that they are given
+        tensors: returns the tensors in what a run returns
 
     Attributes:
         is_compared: whether what the two runs return is to be compared
     """
 
-    __slots__ = ("_inputs", "_kept", "_layers", "_sums", "_versions", "is_compared")
+    __slots__ = ("_inputs", "_kept", "_layers", "_sums", "_tensors", "_versions", "is_compared")
 
-    def __init__(self, layers: Layers, inputs: Sequence[Tensor | None]) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Layers, inputs: Sequence[Tensor | None], tensors: Callable[[Any], Iterable[Tensor | None]]
+    ) -> None:
+        self._layers, self._tensors = layers, tensors
         self._inputs: Sequence[Tensor | None] = inputs
         # Without sizes: a model of sentences has new ones in many mini-batches.
         structure = tuple([None if x is None else x.dim() for x in inputs])
@@ -149,17 +152,16 @@ class Run:
                 f"{layers.where()} changes its input in place, so recomputation would start from another input; "
                 f"{layers.copying}, or {layers.otherwise}"
             )
+        if self.is_compared:
+            self._sums = [*map(sums, self._tensors(result))]
         return result
-
-    def note(self, outputs: Iterable[Tensor | None]) -> None:
-        """Note what the first run has returned, if it is to be compared."""
-        self._sums = [sums(output) for output in outputs]
 
     def second(self, compute: Callable[[], T]) -> T:
         """Return what ``compute`` returns, which is the second run.
 
         Raises:
-            RuntimeError: the layers, their parameters or their random numbers are not those of the first run.
+            RuntimeError: the layers, their parameters, their random numbers or, if that is compared, what they return
+                are not those of the first run.
         """
         layers = self._layers
         change = layers.changed()
@@ -180,19 +182,10 @@ class Run:
         with layers.exclusively(), layers.random.replay(drawn), state.again(), second_run():
             result = compute()
         forget_parametrizations()
-        return result
-
-    def compare(self, outputs: Iterable[Tensor | None]) -> None:
-        """Compare what the second run has returned, if that is to be done.
-
-        Raises:
-            RuntimeError: it is not what the first run returned.
-        """
-        if not self.is_compared:
-            return
-        difference = difference_of(self._sums, outputs)
+        difference = difference_of(self._sums, self._tensors(result)) if self.is_compared else None
         if difference is not None:
             raise self.another(difference)
+        return result
 
     def another(self, difference: str) -> RuntimeError:
         """Return the error for a second run that has computed something else."""

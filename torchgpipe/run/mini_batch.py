@@ -358,9 +358,11 @@ class MiniBatch:
         # another process the gradient takes longer.
         first = cell.second_runs if self.columns.processes is not None else cell.second_runs[-1:]
         with self._in_backward(j):
-            for run_again in reversed(first):
-                with cell.told("recomputation"):
-                    run_again()
+            for ref in reversed(first):
+                run_again = ref()
+                if run_again is not None:
+                    with cell.told("recomputation"):
+                        run_again()
 
     def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
         """See `ProgramFront.cell`."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import is_optimized, own_call, plain_call, replace_call
 from torchgpipe.model.values import Exchanged
-from torchgpipe.spine.recomputed import Again, Keep, recomputed
+from torchgpipe.spine.recomputed import Again, Keep, Recomputation
 
 __all__ = ["Door", "Owner", "Visitor", "has_compiled_code", "put_door", "remove_door", "this_thread", "visiting"]
 
@@ -130,7 +130,7 @@ class Door:
             recomputes: whether this call may run again
         """
         if self.recomputes and recomputes and self.module.training and torch.is_grad_enabled():
-            return recomputed(self.module, self.name, self._call, args, kwargs, keep, again)
+            return Recomputation(self.module, self.name, self._call).first(args, kwargs, keep, again)
         return self._call(*args, **kwargs)
 
     def call_exchanged(self, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
