@@ -97,8 +97,8 @@ class LayersCell(Cell):
         changes = torch.is_grad_enabled() is recomputes
         with column.recorded("forward", self.i), torch.set_grad_enabled(not recomputes) if changes else _unchanged:
             if recomputes:
-                self._run = Run(column.layers, leaves, _as_they_are)
-                outputs = self._run.first(partial(self.compute, leaves))
+                self._run = Run(column.layers, _as_they_are)
+                outputs = self._run.first(partial(self.compute, leaves), leaves)
                 # What the layers pass on as they got it, such as a mask, needs a gradient if they got it with one. Of
                 # others, only the second run can tell.
                 frozen = [id(leaf) for leaf in leaves if leaf is not None and not leaf.requires_grad]

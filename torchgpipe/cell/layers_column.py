@@ -100,8 +100,8 @@ class LayersColumn(Column):
         ambient: Ambient,
         random: RandomStates,
         ordered: bool,
-        in_program: bool = False,
-        listener: Listener | None = None,
+        in_program: bool,
+        listener: Listener | None,
         lock: StepLock,
     ) -> None:
         routes = [leaving, *[portal.route for portal in sending]]

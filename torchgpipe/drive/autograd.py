@@ -111,7 +111,7 @@ class ForwardPass:
         # Autograd has a thread for each of them, but one thread for all devices of the CPU.
         generator = CallersGenerator() if len(accelerators) > 1 and self._ambient.builds_graph else None
         agenda = Agenda(self._actions, [] if self._in_one_thread else self._needs())
-        Executor(self, self._ambient, in_one_thread=self._in_one_thread).run(agenda, self._ambient)
+        Executor(self, self._ambient, in_one_thread=self._in_one_thread).run(agenda)
         self.columns[0].random.forget()  # The last state takes kilobytes.
         # Recomputation of the last micro-batch can start on every device when backward starts.
         open_lanes = [lane for lane in self._lanes if lane is not None]

@@ -83,7 +83,7 @@ class Executor:
 
     Args:
         front: gives the cells
-        ambient: the settings of the caller
+        ambient: the settings that workers run in
         facts: what a note about memory is made from; None if cells make these notes themselves
         residence: which tensors are on their devices
         in_one_thread: whether the caller's thread runs the actions of all devices
@@ -101,12 +101,11 @@ class Executor:
         self._front, self._ambient, self._facts, self._residence = front, ambient, facts, residence
         self._in_one_thread = in_one_thread
 
-    def run(self, agenda: Agenda, ambient: Ambient, *, keep_graph: bool = False) -> None:
+    def run(self, agenda: Agenda, *, keep_graph: bool = False) -> None:
         """Run actions: those of one device in the caller's thread, and those of several in workers, unless told else.
 
         Args:
             agenda: the actions
-            ambient: the settings that workers run in
             keep_graph: whether the graphs will be differentiated again
 
         Raises:
@@ -131,7 +130,7 @@ class Executor:
                             run(number)
                 else:
                     tasks = [Task(columns[action.j].stream, needs) for action, needs in zip(actions, agenda.needs)]
-                    run_in_workers(tasks, run, ambient)
+                    run_in_workers(tasks, run, self._ambient)
             finally:
                 release([route for column in columns for route in column.leaving])
 

@@ -60,8 +60,8 @@ def run_step(
     backward: bool,
     schedule: Schedule,
     random_numbers: RandomNumbers,
-    host_memory: HostMemory | None = None,
-    watches: bool = False,
+    host_memory: HostMemory | None,
+    watches: bool,
 ) -> Any:
     """Run a mini-batch, and add the gradients of its loss to ``.grad``.
 
@@ -129,7 +129,7 @@ def run_step(
                     executor = Executor(
                         cells, cells.ambient, facts, cells.residence, in_one_thread=random_numbers.are_of_the_process
                     )
-                    executor.run(agenda, cells.ambient)
+                    executor.run(agenda)
                     cells.end()
                     return gather(), cells.entered()
 

@@ -390,7 +390,6 @@ class Pipeline:
             inputs,
             finish,
             columns,
-            random_numbers,
             actions,
             backward=backward,
             verified=self._to_verify(inputs if batch.given else inputs[:1], modes, backward=backward),

@@ -125,9 +125,9 @@ class RandomNumbers:
             for generator, state in zip(generators, callers):
                 go_on_from(generator, state)
 
-    def replicated(self, i: int, device: torch.device) -> AbstractContextManager[None]:
+    def replicated(self, i: int) -> AbstractContextManager[None]:
         """Let the generators follow what all processes draw for micro-batch ``i`` in a ``with`` block."""
-        return self.of(~i, device)
+        return self.of(~i, torch.device("cpu"))
 
     def state(self, i: int) -> dict[int, Tensor]:
         """Return the states that micro-batch ``i`` has left in its last cell, which may go on in another process."""

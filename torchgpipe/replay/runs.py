@@ -100,24 +100,17 @@ class Run:
 
     Args:
         layers: what runs
-        inputs: the tensors that they are given
         tensors: returns the tensors in what a run returns
 
     Attributes:
         is_compared: whether what the two runs return is to be compared
     """
 
-    __slots__ = ("_inputs", "_kept", "_layers", "_sums", "_tensors", "_versions", "is_compared")
+    __slots__ = ("_kept", "_layers", "_sums", "_tensors", "_versions", "is_compared")
 
-    def __init__(
-        self, layers: Layers, inputs: Sequence[Tensor | None], tensors: Callable[[Any], Iterable[Tensor | None]]
-    ) -> None:
+    def __init__(self, layers: Layers, tensors: Callable[[Any], Iterable[Tensor | None]]) -> None:
         self._layers, self._tensors = layers, tensors
-        self._inputs: Sequence[Tensor | None] = inputs
-        # Without sizes: a model of sentences has new ones in many mini-batches.
-        structure = tuple([None if x is None else x.dim() for x in inputs])
-        # A dispatch mode would see the sums, and tensors of some modes have no values.
-        self.is_compared = is_compared(layers.counts, structure) and not dispatch_modes()
+        self.is_compared = False
         self._sums: list[Tensor | None] = []
         #: The random numbers that the first run drew, and what layers kept before it.
         self._kept: tuple[Drawn, Snapshot] | None = None
@@ -127,14 +120,19 @@ class Run:
         """Whether the first run has finished, and what it drew is not forgotten."""
         return self._kept is not None
 
-    def first(self, compute: Callable[[], T]) -> T:
+    def first(self, compute: Callable[[], T], inputs: Sequence[Tensor | None]) -> T:
         """Return what ``compute`` returns, which is the first run.
+
+        Args:
+            compute: runs the layers
+            inputs: the tensors that they are given
 
         Raises:
             RuntimeError: it has changed its input in place.
         """
-        layers, inputs, self._inputs = self._layers, self._inputs, ()
-        untouched = versions(inputs)
+        layers, untouched = self._layers, versions(inputs)
+        # Without sizes: a model of sentences has new ones in many mini-batches.
+        structure = tuple([None if x is None else x.dim() for x in inputs])
         forget_parametrizations()
         with layers.exclusively():
             drawn, state = layers.random.begin(), layers.state.begin()
@@ -144,7 +142,9 @@ class Run:
             self._kept = draws, state
             state.end()
         # Another thread may have drawn these numbers, too, so nothing else tells whether they were drawn again.
-        self.is_compared |= not dispatch_modes() and any([draw.generator in OUTSIDE for draw in draws])
+        is_shared = any([draw.generator in OUTSIDE for draw in draws])
+        # A dispatch mode would see the sums, and tensors of some modes have no values.
+        self.is_compared = (is_compared(layers.counts, structure) or is_shared) and not dispatch_modes()
         self._versions = layers.versions()
         forget_parametrizations()
         if versions(inputs) != untouched:

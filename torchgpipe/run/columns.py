@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torchgpipe.gradients.aliases import Aliases
 from torchgpipe.listener.listener import Listener
 from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.run.remote_doors import RemoteDoors
-from torchgpipe.spine.abstract import Abstract
 from torchgpipe.spine.door import Door, Owner
 from torchgpipe.spine.layout import Crossed
 from torchgpipe.spine.settings import Settings, name_of
@@ -37,12 +35,13 @@ class Columns(list[Column]):
         aliases: the aliases of the model's parameters
         owner: the identity of the pipeline
         listener: the listener of the mini-batch, if there is one
+        random_numbers: the random numbers
         splits: whether the backward of a cell may be split. What is recomputed would be recomputed for each part of the
             second half
         patience: the seconds after which a micro-batch that only waits is taken to wait for ever; None for no limit
 
     Attributes:
-        streams, aliases, owner, listener, patience: see above
+        streams, aliases, owner, listener, random_numbers, patience: see above
         devices: the device of each column
         members: the numbers of the partitions of each column
         recomputed: the columns with modules that run again at backward
@@ -62,12 +61,12 @@ class Columns(list[Column]):
         *,
         splits: bool,
         random_numbers: RandomNumbers,
-        patience: float | None = None,
-        remote_doors: RemoteDoors | None = None,
+        patience: float | None,
+        remote_doors: RemoteDoors | None,
     ) -> None:
         super().__init__()
         self.streams, self.aliases, self.owner = streams, aliases, owner
-        self.listener, self.patience = listener, patience
+        self.listener, self.random_numbers, self.patience = listener, random_numbers, patience
         self.devices, self.members = settings.devices, settings.members
         self.checkpoint, self.is_whole = settings.checkpoint, settings.is_whole
         self.recomputed = {settings.column_of(name) for name in settings.recomputed}
@@ -75,7 +74,6 @@ class Columns(list[Column]):
         self.processes = None if remote_doors is None else remote_doors.processes
         #: The places where glue has read values that one process has, each with what it called.
         self.reads: dict[str, str] = {}
-        self._numbers = random_numbers
         self.crossed: list[Crossed] = []
         self._again = settings.again
         #: The twins of modules that are called again in later columns, by their names and columns.
@@ -98,18 +96,6 @@ class Columns(list[Column]):
     def name_of(self, j: int) -> str:
         """Return a name for a column, for errors."""
         return name_of(self.members[j])
-
-    def replicated_numbers(self, i: int) -> AbstractContextManager[None]:
-        """Let glue that all processes run draw the same random numbers for micro-batch ``i`` in a ``with`` block."""
-        return self._numbers.replicated(i, torch.device("cpu"))
-
-    def states_of_numbers(self, j: int) -> dict[int, Tensor]:
-        """Return the states of the generators that follow the micro-batch which runs in column ``j``."""
-        return self._numbers.states_now(self.devices[j])
-
-    def stand_ins(self, told: Abstract, column: int) -> Any:
-        """Return a value that was told by the process of ``column``, with stand-ins for tensors."""
-        return told.made((), column, self.devices[column])
 
     def route(self, a: int, c: int) -> Route | None:
         """Return the route from column ``a`` to column ``c``, or None if they share a memory."""

@@ -40,7 +40,6 @@ from torchgpipe.run.threads import Coroutine, Threads
 from torchgpipe.spine.door import Door, this_thread, visiting
 from torchgpipe.spine.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, begins_at_an_import, on_device
 from torchgpipe.spine.recomputed import Keep
-from torchgpipe.spine.settings import name_of
 
 __all__ = ["Frame"]
 
@@ -181,7 +180,7 @@ class Frame(TorchFunctionMode):
         if column == here:
             return
         if column < here:
-            there, reached = [name_of(self._columns.members[j]) for j in (column, here)]
+            there, reached = map(self._columns.name_of, (column, here))
             raise RuntimeError(
                 f"'{name}' belongs to {there}, but the model has called it after modules of {reached}, which it did "
                 f"not do with the sample; give a sample that takes this way, or a balance that keeps '{name}' and what "

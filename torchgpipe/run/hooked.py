@@ -28,7 +28,7 @@ class HookedCalls:
         seen: of each call, the positional arguments, as far as they are tensors, and the output
     """
 
-    def __init__(self, module: nn.Module, *, is_needed: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, is_needed: bool) -> None:
         self.names: list[str] = []
         self.seen: list[Any] = []
         self._handles = [

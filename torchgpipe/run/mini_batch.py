@@ -31,7 +31,6 @@ from torchgpipe.model.settings import checkpoint_stop
 from torchgpipe.model.values import each
 from torchgpipe.offload.residence import residence_of
 from torchgpipe.replay.ambient import Ambient
-from torchgpipe.replay.random_numbers import RandomNumbers
 from torchgpipe.run.carried import Carried
 from torchgpipe.run.columns import Columns
 from torchgpipe.run.frame import Frame
@@ -66,7 +65,6 @@ class MiniBatch:
         inputs: the arguments of each micro-batch, on the first device
         finish: takes the output of each micro-batch, in the last column
         columns: the columns, and what the frames share
-        random_numbers: the random numbers
         program: the actions of each device
         backward: whether backward follows
         verified: called when all actions were verified to have no operation that the pipeline has not seen, and no
@@ -87,17 +85,16 @@ class MiniBatch:
         inputs: Sequence[Arguments],
         finish: Finish,
         columns: Columns,
-        random_numbers: RandomNumbers,
         program: Program,
         *,
         backward: bool,
         verified: Callable[[], None] | None,
         facts: MiniBatchFacts,
-        carried: Carried | None = None,
+        carried: Carried | None,
     ) -> None:
         self.columns, self.aliases = columns, columns.aliases
         self._m, self._n = len(inputs), len(columns)
-        self.random_numbers = random_numbers
+        self.random_numbers = columns.random_numbers
         streams = [column.stream for column in columns]
         # Each column is a partition by itself.
         self._residence = residence_of(
@@ -110,7 +107,6 @@ class MiniBatch:
         self._inputs: list[Arguments | None] = list(inputs)
         self._carried = carried
         self._finish: Finish | None = finish
-        self._ambient = Ambient()
         #: By micro-batch. Those that have been differentiated, and will not be again, are None.
         make = Cell if columns.processes is None else partial(RemoteCell, columns.processes)
         cells = [[make(i, column) for column in columns if backward] for i in range(self._m)]
@@ -121,9 +117,9 @@ class MiniBatch:
         mine = tuple(map(columns.is_mine, range(self._n)))
         # A frame stops only where a column of this process begins, so one column needs no threads.
         self._threads = Threads() if sum(mine) > 1 else None
-        kind = Frame if columns.processes is None else RemoteFrame
+        kind, ambient = Frame if columns.processes is None else RemoteFrame, Ambient()
         self._frames = [
-            kind(i, self._run_frame, self._ambient, self._threads, columns, cells[i], self._residence, carried)
+            kind(i, self._run_frame, ambient, self._threads, columns, cells[i], self._residence, carried)
             for i in range(self._m)
         ]
         #: For each micro-batch, the inputs that require grad, with where their gradients arrive, and their imports.
@@ -134,15 +130,19 @@ class MiniBatch:
         keeps = not columns.is_whole
         if keeps:
             counts = [checkpoint_stop(columns.checkpoint, self._m)] * self._n
-        self._agenda = _agenda_of(tuple(map(tuple, program)), mine, tuple(counts), keeps, backward=backward)
+        #: Returns the actions of this process that are of some kinds.
+        self._agenda = partial(
+            _agenda_of, tuple(map(tuple, program)), mine, tuple(counts), keeps=keeps, backward=backward
+        )
         #: Of each micro-batch, what has crossed between processes; None until its forward has ended.
         self.crossings: list[Any] = [None] * self._m
 
     # ------------------------------------------------------------------------------------------------- the program
 
-    def _executor(self) -> Executor:
+    def _execute(self, agenda: Agenda, *, keep_graph: bool = False) -> None:
         one = self.random_numbers.are_of_the_process  # As in a proof, which knows of no model what it draws from.
-        return Executor(self, self._ambient, self._facts, self._residence, in_one_thread=one)
+        executor = Executor(self, Ambient(), self._facts, self._residence, in_one_thread=one)
+        executor.run(agenda, keep_graph=keep_graph)
 
     def run(self) -> None:
         """Run the whole program.
@@ -151,7 +151,7 @@ class MiniBatch:
             BaseException: the error of the first action that failed, with a note of where it was.
         """
         try:
-            self._executor().run(self._agenda, self._ambient)
+            self._execute(self._agenda("FRBIW"))
             self._verified()
         finally:
             self._drop()
@@ -159,7 +159,7 @@ class MiniBatch:
     def run_forward_half(self) -> None:
         """Run all forward actions."""
         try:
-            self._executor().run(_only(self._agenda, "F"), self._ambient)
+            self._execute(self._agenda("F"))
             self._end_pauses()
             if not self._cells:
                 self._verified()
@@ -170,7 +170,7 @@ class MiniBatch:
         """Run all forward actions, in this thread, column by column, and call ``after`` with each column."""
         try:
             for j in filter(self.columns.is_mine, range(self._n)):
-                self._executor().run(Agenda([Action("F", i, j) for i in range(self._m)], []), self._ambient)
+                self._execute(Agenda([Action("F", i, j) for i in range(self._m)], []))
                 after(j)
             self._end_pauses()
         finally:
@@ -182,7 +182,7 @@ class MiniBatch:
             kinds: Sequence[ActionKind] = ("I", "W") if split else ("B",)
             for j in filter(self.columns.is_mine, reversed(range(self._n))):
                 actions = [Action(kind, i, j) for i in reversed(range(self._m)) for kind in kinds]
-                self._executor().run(Agenda(actions, []), self._ambient)
+                self._execute(Agenda(actions, []))
                 after(j)
         self._verified()
 
@@ -230,8 +230,7 @@ class MiniBatch:
             self.random_numbers.callers_generator.kept(),
             nullcontext() if doors is None else doors.processes.at_backward(),
         ):
-            kinds = "BIW" if keep_graph else "RBIW"
-            self._executor().run(_only(self._agenda, kinds), Ambient(), keep_graph=keep_graph)
+            self._execute(self._agenda("BIW" if keep_graph else "RBIW"), keep_graph=keep_graph)
             if doors is not None:
                 add_shared(doors.users, self.aliases, doors.processes)
         self._verified()
@@ -392,14 +391,15 @@ class MiniBatch:
 
 @lru_cache(maxsize=32)
 def _agenda_of(
-    program: FrozenProgram, mine: tuple[bool, ...], counts: tuple[int, ...], keeps: bool, *, backward: bool
+    program: FrozenProgram, mine: tuple[bool, ...], counts: tuple[int, ...], kinds: str, *, keeps: bool, backward: bool
 ) -> Agenda:
-    """Return this process's part of an agenda: no more frames are under way than the program needs, and one to spare.
+    """Return the actions of this process that are of some kinds.
 
-    A frame that comes later begins when an earlier one has ended, and takes over its thread. Without that, the first
-    worker could begin all frames at once, each with a thread and with what a thread takes of each device's memory. The
-    agenda is in the order of time, so what an action waits for does not wait for the action. In each column, modules of
-    the first ``counts`` micro-batches run again before their gradients are there; for ``keeps``, see the function.
+    No more frames are under way than the program needs, and one to spare: a frame that comes later begins when an
+    earlier one has ended, and takes over its thread. Without that, the first worker could begin all frames at once,
+    each with a thread and with what a thread takes of each device's memory. The agenda is in the order of time, so what
+    an action waits for does not wait for the action. In each column, modules of the first ``counts`` micro-batches run
+    again before their gradients are there; for ``keeps``, see `with_recomputation`.
     """
     n = len(mine)
     program = tuple(map(tuple, with_recomputation(program, counts, keeps=keeps)))
@@ -410,29 +410,14 @@ def _agenda_of(
             needs[number].append(ended.popleft())
         if kind == "F" and j == n - 1:
             ended.append(number)
-    agenda = agenda._replace(needs=needs)
-    return agenda if all(mine) else _part(agenda, lambda action: mine[action.j])
-
-
-def _part(agenda: Agenda, is_mine: Callable[[Action], bool]) -> Agenda:
-    """Return the part of an agenda in this process; what its actions need of others comes in messages."""
-    needs: list[set[int]] = []
-    for wanted in agenda.needs:  # What an action of another process needs, those need that need the action.
-        found = [{number} if is_mine(agenda.actions[number]) else needs[number] for number in wanted]
-        needs.append(set().union(*found))
-    numbers = [number for number, action in enumerate(agenda.actions) if is_mine(action)]
+    # What the actions of this part need of others has run, or comes in messages.
+    is_in_it = [mine[action.j] and action.kind in kinds for action in agenda.actions]
+    needed: list[set[int]] = []
+    for wanted in needs:  # What an action of another part needs, those need that need the action.
+        needed.append(set().union(*[{number} if is_in_it[number] else needed[number] for number in wanted]))
+    numbers = [number for number, is_in in enumerate(is_in_it) if is_in]
     new = {number: k for k, number in enumerate(numbers)}
     return agenda._replace(
         actions=[agenda.actions[number] for number in numbers],
-        needs=[sorted([new[need] for need in needs[number]]) for number in numbers],
-    )
-
-
-def _only(agenda: Agenda, kinds: str) -> Agenda:
-    """Return the part of an agenda with actions of these kinds; what they need of other kinds has run."""
-    numbers = [number for number, action in enumerate(agenda.actions) if action.kind in kinds]
-    new = {number: k for k, number in enumerate(numbers)}
-    return agenda._replace(
-        actions=[agenda.actions[number] for number in numbers],
-        needs=[[new[need] for need in agenda.needs[number] if need in new] for number in numbers],
+        needs=[sorted([new[need] for need in needed[number]]) for number in numbers],
     )

@@ -254,7 +254,7 @@ class RemoteFrame(Frame):
         """See `Frame.go_to`."""
         here = self.imports.column
         if column != here and self._columns.is_mine(here):
-            states = self._columns.states_of_numbers(here)
+            states = self._columns.random_numbers.states_now(self._columns.devices[here])
             if states:
                 self.hand_on_numbers(here, states)
         super().go_to(column, name)
@@ -402,7 +402,7 @@ class RemoteFrame(Frame):
             if result.numel() != 1:
                 return StandIn(form_of(result)._replace(device=torch.device(device)), column, result.requires_grad)
         if not given and result.numel() == 1:
-            with self._columns.replicated_numbers(self.i):
+            with self._columns.random_numbers.replicated(self.i):
                 return func(*args, **kwargs)
         if id(result) not in given or changes_in_place(func):
             imports.own(result, imports.column)
@@ -420,7 +420,7 @@ class RemoteFrame(Frame):
             imports.own(result, column)
             return result
         told: Abstract = self._hear(owner, key, f"a value that '{func.__name__}' reads in micro-batch {self.i}")
-        return self._columns.stand_ins(told, column)
+        return told.made((), column, self._columns.devices[column])
 
 
 def _by_numbers(index: Any) -> Any:

@@ -18,7 +18,6 @@ from torchgpipe.run.columns import Columns
 from torchgpipe.run.frame import Frame
 from torchgpipe.spine.door import Door, Owner
 from torchgpipe.spine.glue import DIFFERENTIATES, OF_THE_ORIGINAL, changes_in_place
-from torchgpipe.spine.settings import name_of
 from torchgpipe.transport.copier import copier
 
 __all__ = ["InOnePiece", "RecomputationVisitor", "unobserved"]
@@ -52,7 +51,7 @@ class RecomputationVisitor:
             args, kwargs = mapped((args, kwargs), lambda tensor: _with_kept(tensor, door.name))
         door = columns.here(door, j)
         if columns.streams.moves(columns.devices[j], columns.devices[door.column]):
-            there, here = name_of(columns.members[door.column]), name_of(columns.members[j])
+            there, here = columns.name_of(door.column), columns.name_of(j)
             raise RuntimeError(
                 f"'{door.name}' belongs to {there}, and a reentrant checkpoint around it began in {here}, on another "
                 "device, which it cannot cross; use "

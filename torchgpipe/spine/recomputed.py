@@ -99,9 +99,9 @@ class Recomputation:
             copying="let it work on a copy (input.clone())",
             otherwise="leave it out of checkpoint",
         )
-        self._run = Run(layers, inputs, _tensors)
+        self._run = Run(layers, _tensors)
         with saved_tensors_hooks(self._slot, self._filled):
-            output = self._run.first(lambda: self._call(*args, **kwargs))
+            output = self._run.first(lambda: self._call(*args, **kwargs), inputs)
 
         if keep is not None:
             self._given = self._exchanged(lambda tensor: self._kept(tensor, keep(tensor)))
