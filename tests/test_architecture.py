@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 872,
         "skip": 318,
         "processes": 761,
-        "replay": 817,
+        "replay": 805,
         "model": 1029,
         "batch": 1210,
         "norms": 256,
@@ -77,8 +77,8 @@ CAPS = {
         "proof": 301,
         "gpipe": 375,
         "spine": 1399,
-        "run": 1676,
-        "pipeline": 833,
+        "run": 1672,
+        "pipeline": 823,
         "front": 1359,
         "timeline": 479,
         "distributed": 462,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18375
+TOTAL = 18349
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -303,7 +303,7 @@ def test_known_limits(pipe: Pipe, checkpoint: str, draw: Callable[[Tensor], Tens
     assert layer.again and layer.repeats() and torch.equal(torch.get_rng_state(), state)
 
 
-REFUSED = "a layer has a random number generator that it did not have when the pipeline was called"
+REFUSED = "has not computed in recomputation what it computed before"
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTED)
@@ -311,7 +311,7 @@ REFUSED = "a layer has a random number generator that it did not have when the p
 def test_a_layer_that_makes_its_generator(pipe: Pipe, checkpoint: str, always: bool) -> None:
     """It drew from a generator whose state before nobody had noted, and drew other numbers in recomputation.
 
-    One that is made each time would draw the same, but cannot be told from one that was replaced.
+    One that is made each time draws the same.
     """
 
     def draw(input: Tensor) -> Tensor:
@@ -321,13 +321,10 @@ def test_a_layer_that_makes_its_generator(pipe: Pipe, checkpoint: str, always: b
 
     model, layer = drawing(pipe, draw, checkpoint)
     output = model(ones())
-    state = layer.generator.get_state()
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with nullcontext() if always else pytest.raises(RuntimeError, match=REFUSED):
         output.sum().backward()
-    assert torch.equal(layer.generator.get_state(), state)
     layer.first.clear(), layer.again.clear()
-    with pytest.raises(RuntimeError, match=REFUSED) if always else nullcontext():
-        model(ones()).sum().backward()
+    model(ones()).sum().backward()
     assert layer.repeats()
 
 
@@ -338,10 +335,8 @@ def test_a_layer_whose_generator_is_replaced_before_backward(pipe: Pipe, checkpo
     loss = model(ones()).sum()
     loss.backward(retain_graph=True)
     noted, layer.generator = layer.generator, torch.Generator().manual_seed(2)
-    state = layer.generator.get_state()
     with pytest.raises(RuntimeError, match=REFUSED):
         loss.backward(retain_graph=True)
-    assert torch.equal(layer.generator.get_state(), state)
     layer.generator = noted
     loss.backward()
 

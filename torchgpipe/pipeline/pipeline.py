@@ -32,7 +32,7 @@ from torchgpipe.listener.listener import Place, Recorder
 from torchgpipe.model.untouched import in_mode, untouched
 from torchgpipe.model.values import each, is_cache, mapped
 from torchgpipe.model.verify import verify_threads
-from torchgpipe.offload.aliases import OffloadedAliases, make_aliases
+from torchgpipe.offload.aliases import make_aliases
 from torchgpipe.offload.host_memory import HostMemory
 from torchgpipe.offload.residence import on_demand
 from torchgpipe.pipeline.numbers import MicroBatchLoss, Numbers
@@ -243,7 +243,7 @@ class Pipeline:
         So methods of the model beside forward run on several devices, as far as they call modules of the spine.
         """
         if self.host_memory is not None:
-            return self._call_from_host_memory(self.host_memory, door, args, kwargs)
+            return self._call_from_host_memory(door, args, kwargs)
         devices, streams = self.settings.devices, self.streams
         device = devices[door.column]
         places = [streams.device_of(tensor) for _, tensor in each((args, kwargs))]
@@ -255,27 +255,17 @@ class Pipeline:
         # What is on none of the devices, such as a batch on the host, stays on the first device that it comes to.
         return mapped(output, self.to(sources[0])) if sources[0] in devices else output
 
-    def _call_from_host_memory(self, memory: HostMemory, door: Door, args: Any, kwargs: Any) -> Any:
+    def _call_from_host_memory(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Call a module of the spine while its weights are on its device, without a graph."""
-        modules, column = list(door.module.modules()), door.column
         if torch.is_grad_enabled() and any([parameter.requires_grad for parameter in door.module.parameters()]):
             raise RuntimeError(
                 f"'{door.name}' is called outside of the model's forward, where nothing brings its weights back from "
                 "host memory for backward; call it in torch.no_grad(), or call the model"
             )
-        slots = [(child, name, column) for child in modules for name in child._parameters]
-        devices, computing = self.settings.devices, self._computing()
-        with self._lock.held(alone=True):
-            aliases = OffloadedAliases(slots, devices, self.streams, self._lock, backward=False, host_memory=memory)
-            with (
-                aliases.installed(),
-                visiting(InOnePiece(devices, self.streams, self.identity)),
-                on_demand(aliases, computing),
-                computing[column].use(),
-            ):
-                output = door.call_exchanged(args, kwargs, self.to(devices[column]))
+        with self.in_one_piece(backward=False) as aliases:
+            output = door(*args, **kwargs)
             aliases.verify_returned((tensor for _, tensor in each(output)), f"'{door.name}'")
-        return output
+            return output
 
     # ------------------------------------------------------------------------------------------------------- pieces
 

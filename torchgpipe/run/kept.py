@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.model.values import copied
+from torchgpipe.model.values import copied, walk
 
 __all__ = ["KeptAttributes", "Place", "put_values", "values_of"]
 
@@ -85,11 +85,7 @@ _PLAIN = (int, float, str, type(None), torch.Size)
 
 def _can_be_told(value: Any) -> bool:
     """Return whether other processes can be told what a value is: objects of other classes, they have themselves."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_can_be_told, value))
-    if isinstance(value, dict):
-        return all(map(_can_be_told, (*value, *value.values())))
-    return isinstance(value, (Tensor, *_PLAIN))
+    return all([isinstance(item, (list, tuple, dict, Tensor, *_PLAIN)) for _, item in walk(value)])
 
 
 def _disturbed(value: Any) -> Any:
