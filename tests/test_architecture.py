@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 872,
         "skip": 318,
         "processes": 761,
-        "replay": 805,
+        "replay": 799,
         "model": 1029,
         "batch": 1210,
         "norms": 256,
@@ -76,8 +76,8 @@ CAPS = {
         "drive": 799,
         "proof": 301,
         "gpipe": 375,
-        "spine": 1399,
-        "run": 1672,
+        "spine": 1380,
+        "run": 1667,
         "pipeline": 823,
         "front": 1359,
         "timeline": 479,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18349
+TOTAL = 18319
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -105,7 +105,7 @@ FILES = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in 
 
 #: Names of modules that cannot change quietly, because modules outside PyTorch read and override them.
 OF_MODULES = {
-    *("_apply", "_buffers", "_init_weights", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"),
+    *("_apply", "_buffers", "_load_from_state_dict", "_modules", "_parameters", "_reset_parameters"),
 }
 
 #: Names of named tuples, public in spite of the underscore.

@@ -277,30 +277,3 @@ def test_hooks_strides_objects_and_lists_are_equal() -> None:
 def test_recomputation() -> None:
     """A module that runs again at backward has the values that have crossed, and draws the same numbers."""
     assert_equal([routed, images, Seeded(0)], step=False, checkpoint=True)
-
-
-class Rotary(nn.Module):
-    """Multiply by frequencies that no state_dict has, as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.frequencies
-
-
-class OfTransformers(nn.Sequential):
-    """Compute the frequencies again, as models of transformers can."""
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Rotary):
-            module.frequencies.copy_(torch.arange(4.0))
-
-
-def test_buffers_of_a_model_on_meta_are_computed() -> None:
-    """A model of transformers that was made on the meta device was refused: nothing could load its frequencies."""
-    with torch.device("meta"):
-        model = OfTransformers(nn.Linear(4, 4), Rotary(), nn.Linear(4, 4))
-    pipelined(model, torch.zeros(2, 4, device="meta"), chunks=2, devices=["cpu"] * 2)
-    assert model[1].frequencies.tolist() == [0.0, 1.0, 2.0, 3.0]

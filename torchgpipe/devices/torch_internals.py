@@ -5,9 +5,9 @@ other files import them from here under plain names. Each entry says what needs 
 name does what is needed (2.0 stands for "2.0 or earlier"), and what could take its place. Tests of what needs an entry
 fail without it.
 
-Seven names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
-``_load_from_state_dict``, ``_reset_parameters``, and ``_init_weights``, which is that of transformers. Modules outside
-PyTorch read, define and override them, so PyTorch cannot change them quietly.
+Six names of modules are not wrapped: ``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
+``_load_from_state_dict``, and ``_reset_parameters``. Modules outside PyTorch read, define and override them, so PyTorch
+cannot change them quietly.
 """
 
 from __future__ import annotations

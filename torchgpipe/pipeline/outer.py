@@ -136,7 +136,7 @@ class Outer(Function):
             ctx.mini_batch = None  # A part of its graph is used up.
             mini_batch.aliases.take()
             raise
-        inputs = [grad for _, grad in mini_batch.take_input_gradients()]
+        inputs = [source.total() for _, source in mini_batch.inputs_with_grad()]
         sums = dict(zip(mini_batch.aliases.trained, mini_batch.aliases.take()))
         parameters = [sums[parameter] for parameter in ctx.trained]
         outside = [None] * (len(ctx.needs_input_grad) - 3 - len(grads) - len(parameters) - len(inputs))

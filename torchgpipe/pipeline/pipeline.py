@@ -217,7 +217,7 @@ class Pipeline:
                 if self.together is not None:
                     result = self._shared(self.together, mini_batch, result)
                 self._end(mini_batch, batch.rows)
-                return result, mini_batch.take_input_gradients()
+                return result, ((tensor, source.total()) for tensor, source in mini_batch.inputs_with_grad())
 
         with self._lock.held(alone=True):
             aliases = self.aliases(backward=backward)

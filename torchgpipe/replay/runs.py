@@ -198,7 +198,4 @@ class Run:
 
     def forget(self) -> None:
         """Forget what takes memory, when there is no further run: copies, and states of generators in kilobytes."""
-        if self._kept is not None:
-            drawn, state = self._kept
-            if drawn or state.holds_memory:
-                self._kept = None
+        self._kept = None

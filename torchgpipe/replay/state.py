@@ -193,11 +193,6 @@ class Snapshot:
                 value = value.detach().clone()
         self._needed.append((place.values, name, value))
 
-    @property
-    def holds_memory(self) -> bool:
-        """Whether there are copies of tensors."""
-        return any([copy is not None for copy in self._copies.values()])
-
     def again(self) -> AbstractContextManager[None]:
         """Let the modules have this state in a ``with`` block, and then what they had before."""
         return self._exchanged() if self._needed else nullcontext()

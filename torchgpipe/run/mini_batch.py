@@ -24,7 +24,6 @@ from torchgpipe.cell.cell import Arrival, Cell, Export
 from torchgpipe.cell.out_of_memory import MiniBatchFacts
 from torchgpipe.devices.interrupts import uninterrupted
 from torchgpipe.devices.torch_internals import forget_parametrizations, storage_key, versions
-from torchgpipe.devices.typing import Leaf
 from torchgpipe.drive.agenda import Agenda, FrozenProgram, agenda_of
 from torchgpipe.drive.executor import Executor
 from torchgpipe.model.settings import checkpoint_stop
@@ -254,11 +253,6 @@ class MiniBatch:
                 if cell is not None:
                     yield from cell.leaves()
 
-    def take_input_gradients(self) -> Iterator[tuple[Tensor, Leaf]]:
-        """Yield the inputs that require grad, each a part of an argument, with their gradients, and forget these."""
-        for tensor, source in self.inputs_with_grad():
-            yield tensor, source.total()
-
     def inputs_with_grad(self) -> list[tuple[Tensor, Arrival]]:
         """Return the inputs that require grad, each a part of an argument, with what their gradients arrive at."""
         return [(tensor, source) for entered in self._entered for tensor, source, _ in entered]
@@ -277,7 +271,8 @@ class MiniBatch:
         except BaseException as error:
             inside = f"'{frame.module}'" if frame.module else self._model
             explain_compiler(error)
-            error.add_note(f"{self._where(i, frame.column)}, in {inside}, during forward")
+            where = self.columns[frame.column].where
+            error.add_note(f"micro-batch {i} of {self._m}, {where}, in {inside}, during forward")
             raise
 
     @contextmanager
@@ -384,9 +379,6 @@ class MiniBatch:
         visitor = visiting(RecomputationVisitor(self.columns, j))
         with self.random_numbers.backward(self.columns.devices[j]), visitor:
             yield
-
-    def _where(self, i: int, j: int) -> str:
-        return f"micro-batch {i} of {self._m}, {self.columns[j].where}"
 
 
 @lru_cache(maxsize=32)

@@ -43,16 +43,9 @@ class Visitor(Protocol):
         """Import the arguments into the column of ``door``, and return what the module behind it returns."""
 
 
-class Outside(Protocol):
-    """A pipeline, as what is called outside of its runs knows it."""
-
-    def call_outside(self, door: Door, args: Any, kwargs: Any) -> Any:
-        """Call the module behind ``door`` outside of any run of the pipeline."""
-
-
 #: The identity of a pipeline, for what its model holds: weakly, as its loss function may hold the model, and a cycle
-#: would keep the model alive.
-Owner: TypeAlias = weakref.ref[Outside]
+#: would keep the model alive. What is called outside of its runs, the pipeline calls: see `Pipeline.call_outside`.
+Owner: TypeAlias = weakref.ref[Any]
 
 
 class _ThisThread(threading.local):

@@ -30,10 +30,6 @@ def move(module: nn.Module, settings: Settings) -> None:
         for full, child, name, tensor in iterate_tensors(module)
         if name in child._buffers and tensor.is_meta and not is_saved(child, name)
     ]
-    for name in lost:
-        path, _, _ = name.rpartition(".")
-        _compute_buffers(module, module.get_submodule(path), settings.devices[settings.column_of(name)])
-    lost = [name for name in lost if not _has_values(module.get_buffer(name))]
     if lost:
         raise ValueError(
             f"the buffers {lost} are on the meta device, and no state_dict has them, so they could not be loaded; make "
@@ -58,22 +54,6 @@ def move(module: nn.Module, settings: Settings) -> None:
             _unset(parameter)
         else:
             move_parameter(full, parameter, device)
-
-
-def _compute_buffers(module: nn.Module, child: nn.Module, device: torch.device) -> None:
-    """Let a model of transformers compute the buffers of a module without weights, such as rotary frequencies."""
-    initialize = getattr(module, "_init_weights", None)
-    if initialize is None or child._parameters:
-        return
-    for name, buffer in child._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            child._buffers[name] = _unset(torch.empty_like(buffer, device=device))
-    initialize(child)
-
-
-def _has_values(buffer: Tensor) -> bool:
-    """Return whether what was filled with nan has been computed since; of integers, nobody can tell."""
-    return not buffer.is_meta and buffer.is_floating_point() and not buffer.isnan().any()
 
 
 @torch.no_grad()

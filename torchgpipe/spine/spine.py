@@ -17,7 +17,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,11 +263,8 @@ def trace(
             stack.append(call)
             begin = time.perf_counter()
             try:
-                if child in compiled:
-                    with without_function_mode(lambda mode: mode is uses):
-                        output = (inner or plain_call(child))(*args, **kwargs)
-                else:
-                    output = plain_call(child)(*args, **kwargs)
+                with without_function_mode(lambda mode: mode is uses) if child in compiled else nullcontext():
+                    output = (inner or plain_call(child))(*args, **kwargs)
                 see((args, kwargs, output))
                 return output
             finally:
