@@ -7,7 +7,7 @@ hooks inside see, that process tells when the module first gets arguments of som
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchgpipe.devices.torch_internals import call_hooks, versions
-from torchgpipe.model.values import container, is_cache, mapped, refill, walk
+from torchgpipe.model.values import container, each, is_cache, mapped, refill, walk
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.processes.wire import register
@@ -50,24 +50,22 @@ class _Effect(NamedTuple):
     attributes: list[Place]
 
 
-class _Noted(NamedTuple):
+class _Called(NamedTuple):
     """A call of a module of this process.
 
     Attributes:
-        key: what tells it from others
+        output: what it has returned
         given: the tensors among its arguments
-        held: what lists and dicts among them hold; None if there are none
-        hooked: what hooks inside see
-        versions: of the tensors, if the call is the first of its kind
-        attributes: of the module, if the call is the first of its kind
+        changed: those of them that it has changed in place
+        seen: what hooks inside have seen
+        attributes: which attributes it has set
     """
 
-    key: Any
+    output: Any
     given: list[Tensor]
-    held: list[int] | None
-    hooked: HookedCalls
-    versions: list[int]
-    attributes: KeptAttributes | None
+    changed: list[Tensor]
+    seen: list[Any]
+    attributes: list[Place]
 
 
 class RemoteDoors:
@@ -117,44 +115,34 @@ class RemoteDoors:
 
     def _has_hooks(self, door: Door) -> bool:
         """Return whether modules have hooks now, which may see what they return."""
-        return self._settings.is_whole and any(self._hooks_of(door))
-
-    def _hooks_of(self, door: Door) -> list[dict[int, Any]]:
-        hooks = self._hooks.get(door)
-        if hooks is None:  # Walking through the modules takes as long as all of the rest.
-            hooks = self._hooks[door] = [kind for child in door.module.modules() for kind in call_hooks(child)]
-        return hooks
+        if door not in self._hooks:  # Walking through the modules takes as long as all of the rest.
+            self._hooks[door] = [kind for child in door.module.modules() for kind in call_hooks(child)]
+        return self._settings.is_whole and any(self._hooks[door])
 
     # ------------------------------------------------------------------------------------------------- of this process
 
-    def begin(self, door: Door, column: int, args: Any, kwargs: Any) -> _Noted:
-        """Note a call of a module of this process."""
-        key, given = self._note(door, column, args, kwargs)
-        hooked = HookedCalls(door.module, is_needed=self._has_hooks(door))
-        held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
-        if key in self._known:
-            return _Noted(key, given, held, hooked, [], None)
-        return _Noted(key, given, held, hooked, versions(given), KeptAttributes(door.module))
-
-    def end(
-        self, door: Door, noted: _Noted, args: Any, kwargs: Any, output: Any, tensors: Sequence[Tensor]
-    ) -> tuple[list[Place], list[Tensor]]:
-        """Tell all others what a module has done, the first time.
+    def call(self, door: Door, column: int, args: Any, kwargs: Any, run: Callable[[], Any]) -> _Called:
+        """Call a module of this process, and tell all others what it has done, the first time.
 
         Args:
             door: the door
-            noted: what `begin` has returned
+            column: its column
             args, kwargs: the arguments
-            output: what the module has returned
-            tensors: the tensors in that
-
-        Returns:
-            the attributes that the module has set, and the arguments that it has changed in place
+            run: calls the module with them
 
         Raises:
             RuntimeError: the module has done something else for such arguments before, or has returned a stand-in.
         """
-        key, given, held, hooked, before, attributes = noted
+        key, given = self._note(door, column, args, kwargs)
+        held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
+        is_new = key not in self._known
+        before, attributes = (versions(given), KeptAttributes(door.module)) if is_new else ([], None)
+        hooked = HookedCalls(door.module, is_needed=self._has_hooks(door))
+        try:
+            output = run()
+        finally:
+            hooked.remove()
+        tensors = [tensor for _, tensor in each(output, objects=True)]
         if any([isinstance(tensor, StandIn) for tensor in tensors]):
             raise RuntimeError(
                 f"'{door.name}' has computed with a tensor of another process that was no argument of it; pass it as "
@@ -187,7 +175,7 @@ class RemoteDoors:
                 "return numbers as tensors, count in a buffer, or give a balance that keeps the module and all that "
                 "use it in one process"
             )
-        return effect.attributes, [given[k] for k in effect.changed]
+        return _Called(output, given, [given[k] for k in effect.changed], hooked.seen, effect.attributes)
 
     # ----------------------------------------------------------------------------------------------- of other processes
 

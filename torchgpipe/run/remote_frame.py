@@ -17,7 +17,8 @@ others may come to before it has: there a frame pauses, see `Inbox`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -280,15 +281,9 @@ class RemoteFrame(Frame):
 
     def _call(self, door: Door, args: Any, kwargs: Any) -> Any:
         column, doors = self.imports.column, self.imports.doors
-        call = doors.begin(door, column, args, kwargs)
-        try:
-            output = super()._call(door, args, kwargs)
-        finally:
-            call.hooked.remove()
-        tensors = [tensor for _, tensor in each(output, objects=True)]
-        self._verify_no_parameter(door, tensors)
-        places, changed = doors.end(door, call, args, kwargs, output, tensors)
-        given, attributes = set(map(id, call.given)), values_of(door.module, places)
+        called = doors.call(door, column, args, kwargs, partial(super()._call, door, args, kwargs))
+        output, given, attributes = called.output, set(map(id, called.given)), values_of(door.module, called.attributes)
+        self._verify_no_parameter(door, output)
         # Also what the module has put into a list or a dict that it was given, and what an attribute keeps.
         made = [one for _, one in each((output, args, kwargs, attributes), objects=True) if id(one) not in given]
         # The model may know a constant, as of its file, in other ways, too, in which all processes have it.
@@ -298,14 +293,14 @@ class RemoteFrame(Frame):
             return aliases.get(id(tensor), tensor)
 
         put_in_place((args, kwargs), aliases)
-        put_values(door.module, places, mapped(attributes, aliased))
-        seen = [one for _, one in each(call.hooked.seen, objects=True) if id(one) not in given]
-        self.imports.own([*map(aliased, made), *seen, *changed], column)
+        put_values(door.module, called.attributes, mapped(attributes, aliased))
+        seen = [one for _, one in each(called.seen, objects=True) if id(one) not in given]
+        self.imports.own([*map(aliased, made), *seen, *called.changed], column)
         return mapped(output, aliased, objects=True)
 
-    def _verify_no_parameter(self, door: Door, tensors: Sequence[Tensor]) -> None:
+    def _verify_no_parameter(self, door: Door, output: Any) -> None:
         """Raise an error if a module returns a parameter which other processes have, too: there it is a stand-in."""
-        for tensor in tensors:
+        for _, tensor in each(output, objects=True):
             if tensor.grad_fn is None and tensor.requires_grad:
                 users = self.imports.doors.users.get(self._columns.aliases.parameter_of(tensor), frozenset())
                 if not all(map(self._columns.is_mine, users)):
