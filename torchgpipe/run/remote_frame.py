@@ -375,33 +375,27 @@ class RemoteFrame(Frame):
         A single number, as layer drop draws to decide what runs, is the same in all processes: it has a stream of its
         own, or each would wait for the last column at each layer.
         """
-        imports, column = self.imports, self.imports.column
-        given = {id(tensor): tensor for _, tensor in each((args, kwargs))}
-        if self._columns.is_mine(column):
-            result = func(*args, **kwargs)
-        elif given:
-            originals: dict[int, Tensor] = {}
-
-            def stand_in(tensor: Tensor) -> StandIn:
-                made = StandIn(form_of(tensor), column, tensor.requires_grad)
-                originals[id(made)] = tensor
-                return made
-
-            if changes_in_place(func):
-                return self._compute(func, args, kwargs, first)
-            result = func(*mapped(args, stand_in), **mapped(kwargs, stand_in))
-            return originals.get(id(result), result)
-        else:
-            device = kwargs.get("device") or torch.get_default_device()
+        column, result, originals = self.imports.column, None, dict[int, Tensor]()
+        if next(each((args, kwargs)), None) is None:
             result = func(*args, **{**kwargs, "device": "meta"})
-            if result.numel() != 1:
-                return StandIn(form_of(result)._replace(device=torch.device(device)), column, result.requires_grad)
-        if not given and result.numel() == 1:
-            with self._columns.random_numbers.replicated(self.i):
-                return func(*args, **kwargs)
-        if id(result) not in given or changes_in_place(func):
-            imports.own(result, imports.column)
-        return result
+            if result.numel() == 1:
+                if self._columns.is_mine(column):
+                    func(*args, **kwargs)  # One process takes it from the numbers of the micro-batch.
+                with self._columns.random_numbers.replicated(self.i):
+                    return func(*args, **kwargs)
+        if self._columns.is_mine(column) or changes_in_place(func):
+            return self._compute(func, args, kwargs, first)
+        if result is not None:
+            device = torch.device(kwargs.get("device") or torch.get_default_device())
+            return StandIn(form_of(result)._replace(device=device), column, result.requires_grad)
+
+        def stand_in(tensor: Tensor) -> StandIn:
+            made = StandIn(form_of(tensor), column, tensor.requires_grad)
+            originals[id(made)] = tensor
+            return made
+
+        result = func(*mapped(args, stand_in), **mapped(kwargs, stand_in))
+        return originals.get(id(result), result)
 
     def _read(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let the owner of the column read values, and tell all others."""
