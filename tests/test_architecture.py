@@ -76,7 +76,7 @@ CAPS = {
         "drive": 799,
         "proof": 301,
         "gpipe": 375,
-        "spine": 1380,
+        "spine": 1369,
         "run": 1652,
         "pipeline": 823,
         "front": 1359,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18304
+TOTAL = 18293
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -219,33 +219,32 @@ class _Doors:
         columns: Sequence[Sequence[int]],
     ) -> None:
         self._module, self._traced = module, traced
-        places = {
-            name: (column, j)
+        #: For each module of the spine, its column.
+        self._columns = {
+            name: column
             for column, members in enumerate(columns)
             for j in members
             for part in partitions[j].parts
             for name in part.modules
         }
-        #: For each module of the spine, its column.
-        self._columns = {name: column for name, (column, _) in places.items()}
-        entered = [(call.start, places[call.name]) for call in traced.calls if call.name in places]
-        self._times = [0, *[start for start, _ in entered]]
-        #: The column and the partition that the run had reached at each of these times.
-        self._reached = [*accumulate([place for _, place in entered], max, initial=(0, 0))]
+        entered = [call for call in traced.calls if call.name in self._columns]
+        self._times = [0, *[call.start for call in entered]]
+        #: The column that the run had reached at each of these times.
+        self._reached = [*accumulate([self._columns[call.name] for call in entered], max, initial=0)]
 
-    def _place_at(self, time: int) -> tuple[int, int]:
-        """Return the column and the partition that a run has reached at a time of the trace."""
+    def _column_at(self, time: int) -> int:
+        """Return the column that a run has reached at a time of the trace."""
         return self._reached[bisect_right(self._times, time) - 1]
 
     def again(self, doors: Mapping[str, int]) -> set[str]:
         """Return the names of those of ``doors`` that a run calls again in a later column."""
         calls = [call for call in self._traced.calls if call.name in doors]
-        return {call.name for call in calls if doors[call.name] < self._place_at(call.start)[0]}
+        return {call.name for call in calls if doors[call.name] < self._column_at(call.start)}
 
     def homes(self, doors: Mapping[str, int]) -> dict[str, int]:
         """Return the column of each parameter and buffer outside of ``doors``: that in which it is first used."""
         return {
-            name: self._place_at(self._traced.used.get(tensor, [0])[0])[0]
+            name: self._column_at(self._traced.used.get(tensor, [0])[0])
             for name, _, _, tensor in iterate_tensors(self._module)
             if find_door(name, doors) is None
         }
@@ -255,7 +254,7 @@ class _Doors:
         named = list(self._module.named_parameters(remove_duplicate=False))
         users: dict[Tensor, set[int]] = {}
         for name, parameter in named:
-            used = {self._place_at(time)[0] for time in self._traced.used.get(parameter, ())}
+            used = {self._column_at(time) for time in self._traced.used.get(parameter, ())}
             door = find_door(name, doors)
             users.setdefault(parameter, used).update([] if door is None else [doors[door]])
         return {name: sorted(users[parameter]) or [0] for name, parameter in named}

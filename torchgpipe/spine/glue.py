@@ -28,24 +28,14 @@ __all__ = [
 
 #: What asks for a tensor's description, its whole gradient or its memory on the host: the tensor itself answers that.
 OF_THE_ORIGINAL = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__get__,  # type: ignore[union-attr]
-    torch.Tensor.retains_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.__len__,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.stride,
-    torch.Tensor.register_hook,
-    torch.Tensor.retain_grad,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "ndim", "requires_grad", "is_leaf", "layout", "grad", "retains_grad")
+} | {
+    getattr(torch.Tensor, name)
+    for name in (
+        *("size", "dim", "numel", "__len__", "is_floating_point", "stride"),
+        *("register_hook", "retain_grad", "numpy", "__array__"),
+    )
 }
 
 #: What asks where a tensor is.
