@@ -76,10 +76,10 @@ CAPS = {
         "drive": 799,
         "proof": 301,
         "gpipe": 375,
-        "spine": 1369,
-        "run": 1652,
+        "spine": 1368,
+        "run": 1646,
         "pipeline": 823,
-        "front": 1359,
+        "front": 1357,
         "timeline": 479,
         "distributed": 462,
         "compat": 197,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18293
+TOTAL = 18284
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -79,10 +79,8 @@ class _Pipelined(nn.Module):
     def _called(self, args: Any, kwargs: Any) -> Any:
         """Run a mini-batch; see `Pipeline.forward`."""
         visitor = this_thread.visitor
-        if visitor is not None:
-            if visitor.owner is self._runs().identity:  # The model calls itself.
-                return self._torchgpipe_forward(*args, **kwargs)
-            args, kwargs = visitor.import_value((args, kwargs))
+        if visitor is not None and visitor.owner is self._runs().identity:  # The model calls itself.
+            return self._torchgpipe_forward(*args, **kwargs)
         # For torch.fx, a proxy is in the place of the arguments.
         is_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]  # Public, but not exported for types.
         if is_tracing() or torch.compiler.is_exporting() or not isinstance(args, tuple):

@@ -34,10 +34,6 @@ class RecomputationVisitor:
     def __init__(self, columns: Columns, column: int) -> None:
         self.owner, self._columns, self._column = columns.owner, columns, column
 
-    def import_value(self, value: Any) -> Any:
-        """Return ``value``: a recomputation has what the first run had."""
-        return value
-
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, which are those of the first run, and call the module.
 
@@ -104,20 +100,12 @@ class InOnePiece(TorchFunctionMode):
         self._change = copier(streams, devices[0], devices)
         self._is_off = False
 
-    def import_value(self, value: Any) -> Any:
-        """Return ``value`` on the device where the run is."""
-        return mapped(value, self._copied)
-
-    def move_to(self, column: int) -> torch.device:
-        """Let the run be where a column is from now on, and return the device."""
-        self._moved(column)
-        device = self._devices[column]
-        self._change = copier(self._streams, device, self._devices)
-        return device
-
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Copy the arguments, and call the module with its device current, which kernels of the user's may need."""
-        with self._streams.current(self.move_to(door.column)).use():
+        self._moved(door.column)
+        device = self._devices[door.column]
+        self._change = copier(self._streams, device, self._devices)
+        with self._streams.current(device).use():
             return door.call_exchanged(args, kwargs, self._copied)
 
     def _copied(self, tensor: Tensor) -> Tensor:

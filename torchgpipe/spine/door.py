@@ -36,9 +36,6 @@ class Visitor(Protocol):
 
     owner: Owner
 
-    def import_value(self, value: Any) -> Any:
-        """Return ``value`` with its tensors where the run is."""
-
     def visit(self, door: Door, args: Any, kwargs: Any) -> Any:
         """Import the arguments into the column of ``door``, and return what the module behind it returns."""
 
