@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 872,
         "skip": 318,
         "processes": 761,
-        "replay": 799,
+        "replay": 789,
         "model": 1029,
         "batch": 1210,
         "norms": 256,
@@ -73,11 +73,11 @@ CAPS = {
         "gradients": 581,
         "offload": 738,
         "cell": 618,
-        "drive": 799,
+        "drive": 796,
         "proof": 301,
         "gpipe": 375,
         "spine": 1368,
-        "run": 1646,
+        "run": 1641,
         "pipeline": 823,
         "front": 1357,
         "timeline": 479,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18284
+TOTAL = 18266
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -7,7 +7,7 @@ j is a partition. Here j is a view, which may be a part of a partition, or sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -300,18 +300,15 @@ class MicroBatches:
             )
             self.columns[j].note(error, i, "recomputation")
             raise error
-        with self._random_numbers.backward(self.columns[j].stream.device):
-            self._cells[i, j].recompute_ahead(tuple(map(restored, kept)))
+        self._cells[i, j].recompute_ahead(tuple(map(restored, kept)))
 
     def cell(self, i: int, j: int, *, last: bool) -> LayersCell:
         """See `ProgramFront.cell`."""
         return self._cells.pop((i, j)) if last else self._cells[i, j]
 
-    @contextmanager
-    def differentiating(self, j: int) -> Iterator[None]:
+    def differentiating(self, j: int) -> AbstractContextManager[object]:
         """See `ProgramFront.differentiating`."""
-        with self._random_numbers.backward(self.columns[j].stream.device), self._aliases.filled(j):
-            yield
+        return self._aliases.filled(j)
 
     def cancel(self) -> None:
         """See `Front.cancel`."""

@@ -120,7 +120,11 @@ class RandomNumbers:
                 yield
             finally:
                 for generator, before in zip(generators, begun):
-                    states[_kind_of(generator)] = self._noted(generator, before)
+                    kind, state = _kind_of(generator), state_of(generator)
+                    states[kind] = state
+                    # No `|=`, which reads first: another worker's True would be lost.
+                    if not torch.equal(state, before):
+                        self._drawn[kind] = True
         finally:
             for generator, state in zip(generators, callers):
                 go_on_from(generator, state)
@@ -141,24 +145,6 @@ class RandomNumbers:
         """Note what other processes have drawn from."""
         for k, has_drawn in enumerate(drawn):
             self._drawn[k] |= has_drawn
-
-    def backward(self, device: torch.device) -> AbstractContextManager[None]:
-        """Note what hooks draw at backward in a ``with`` block, until it is known what the model draws from."""
-        return _nothing if self._draws is not None else self._watched(self.following(device))
-
-    @contextmanager
-    def _watched(self, generators: list[Generator]) -> Iterator[None]:
-        before = [state_of(generator) for generator in generators]
-        yield
-        for generator, state in zip(generators, before):
-            self._noted(generator, state)
-
-    def _noted(self, generator: Generator, before: Tensor) -> Tensor:
-        """Return the state of a generator, and note whether it was drawn from."""
-        state = state_of(generator)
-        if not torch.equal(state, before):  # No `|=`, which reads first: another worker's True would be lost.
-            self._drawn[_kind_of(generator)] = True
-        return state
 
     def end(self, *, counts: bool, recomputes: bool) -> None:
         """Note what the model draws from. If it draws nothing, the caller's generator is as if nothing had been drawn.

@@ -351,7 +351,7 @@ class MiniBatch:
         # With the module that backward begins with, no more is alive than without R, and a plan counts on that. From
         # another process the gradient takes longer.
         first = cell.second_runs if self.columns.processes is not None else cell.second_runs[-1:]
-        with self._in_backward(j):
+        with visiting(RecomputationVisitor(self.columns, j)):
             for ref in reversed(first):
                 run_again = ref()
                 if run_again is not None:
@@ -370,14 +370,7 @@ class MiniBatch:
     @contextmanager
     def differentiating(self, j: int) -> Iterator[None]:
         """See `ProgramFront.differentiating`."""
-        with self._in_backward(j), self.aliases.filled(j):
-            yield
-
-    @contextmanager
-    def _in_backward(self, j: int) -> Iterator[None]:
-        """Let modules of column ``j`` run again in a ``with`` block."""
-        visitor = visiting(RecomputationVisitor(self.columns, j))
-        with self.random_numbers.backward(self.columns.devices[j]), visitor:
+        with visiting(RecomputationVisitor(self.columns, j)), self.aliases.filled(j):
             yield
 
 
