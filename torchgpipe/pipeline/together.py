@@ -79,18 +79,18 @@ class Together:
         of_modes, of_weights = _checksum(modes), _checksum(trained)
         # A process may have more: a model of transformers within a module puts some there in its first call.
         of_hooks = _checksum(tuple(map(has_call_hooks, module.modules())))
-        is_whole = self.settings.is_whole
+        has_stages = self.settings.has_stages
         alike = {
             "another schedule": kind,
             "other chunks, or another number of rows": [*batch.sizes],
             "another order= of its micro-batches": order_of(batch.window),
             "another grad mode": torch.is_grad_enabled(),
             "arguments of other shapes or dtypes, or other numbers": _checksum(described([*map(tuple, parts)], [])),
-            "other values in its arguments: seed what shuffles and draws them alike": is_whole
+            "other values in its arguments: seed what shuffles and draws them alike": not has_stages
             and checksum_of_values(parts),
-            "other modules, or other ones in train() or eval()": of_modes if is_whole else module.training,
+            "other modules, or other ones in train() or eval()": module.training if has_stages else of_modes,
             "parameters of another dtype, or frozen: freeze by requires_grad_() of a module, as model.parameters() are "
-            "those of one process": is_whole and of_weights,
+            "those of one process": not has_stages and of_weights,
         }
         told = self.processes.agree(alike, (numbers.seed, [*numbers.follows], of_modes, of_weights, of_hooks))
         seeds, follows, *of_each = zip(*told)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchgpipe.processes.stand_in import Form
 
-__all__ = ["ALIGNMENT", "elements_of", "restored", "sent_shape", "shift_of"]
+__all__ = ["ALIGNMENT", "elements_of", "from_elements", "sent_shape", "shift_of"]
 
 #: Memory of tensors begins at multiples of so many bytes.
 ALIGNMENT = 64
@@ -34,7 +34,7 @@ def elements_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def restored(flat: Tensor, form: Form) -> Tensor:
+def from_elements(flat: Tensor, form: Form) -> Tensor:
     """Return a tensor of this form with elements that `elements_of` has given.
 
     It has the strides, too, or products would be rounded in another way; but for one that overlaps itself.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.processes.elements import ALIGNMENT, elements_of, restored, sent_shape, shift_of
+from torchgpipe.processes.elements import ALIGNMENT, elements_of, from_elements, sent_shape, shift_of
 from torchgpipe.processes.stand_in import Form
 
 __all__ = ["pack", "register", "see_class", "unpack"]
@@ -170,7 +170,7 @@ def unpack(data: Tensor, device: torch.device | None = None) -> Any:
         # Not a view, which would have the version counter of all.
         flat = torch.frombuffer(buffer, dtype=dtype, count=shift + count, offset=_aligned(begin))[shift:]
         begin = _aligned(begin) + (shift + count) * dtype.itemsize
-        return restored(flat.to(form.device), form)
+        return from_elements(flat.to(form.device), form)
 
     try:
         begin = _HEAD.size + _HEAD.unpack_from(buffer)[0]

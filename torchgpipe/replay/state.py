@@ -40,7 +40,7 @@ _SMALL = 2**16
 _nothing: Any = object()
 
 
-class _Place(NamedTuple):
+class _Namespace(NamedTuple):
     """Where a module keeps values by name: its buffers, or its attributes."""
 
     module: nn.Module
@@ -62,7 +62,7 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module], *, of_step: bool = False) -> None:
         self._of_step = of_step
-        self._places: list[_Place] = []
+        self._places: list[_Namespace] = []
         self._hooks: list[dict[int, Any]] = []
         owners = []
         for module in modules:
@@ -70,9 +70,9 @@ class State:
             # Classes of PyTorch keep nothing but buffers, and ours look after themselves.
             is_users = not type(module).__module__.startswith(("torch.", "torchgpipe."))
             if is_users:
-                self._places.append(_Place(module, vars(module), ()))
+                self._places.append(_Namespace(module, vars(module), ()))
             if (is_users or module._buffers) and isinstance(module._buffers, dict):  # Not those of TorchScript.
-                self._places.append(_Place(module, module._buffers, () if of_step else only_written(module)))
+                self._places.append(_Namespace(module, module._buffers, () if of_step else only_written(module)))
                 owners += [module] * bool(module.training and module._buffers)
         self.owners = frozenset(owners)
 
@@ -97,12 +97,12 @@ class Snapshot:
 
     __slots__ = ("_copies", "_found", "_hooks", "_large", "_needed", "tensors")
 
-    def __init__(self, places: Iterable[_Place], hooks: Iterable[dict[int, Any]], *, of_step: bool) -> None:
+    def __init__(self, places: Iterable[_Namespace], hooks: Iterable[dict[int, Any]], *, of_step: bool) -> None:
         self.tensors: list[Tensor] = []
         #: Hooks, and how many there are; then those to which the first run has added.
         self._hooks = [(of_one, len(of_one)) for of_one in hooks]
         #: For each place what is there, and how many names there are.
-        self._found: list[tuple[_Place, dict[str, Any], int]] = []
+        self._found: list[tuple[_Namespace, dict[str, Any], int]] = []
         #: Copies of tensors; None for those that are only written.
         self._copies: dict[Tensor, Tensor | None] = {}
         #: Large tensors, with their versions.
@@ -119,7 +119,7 @@ class Snapshot:
                     else:
                         self._note(place, name, value)
 
-    def _note(self, place: _Place, name: str, tensor: Tensor) -> None:
+    def _note(self, place: _Namespace, name: str, tensor: Tensor) -> None:
         if name in place.only_written:
             if place.module.training:
                 self._copies[tensor] = None
@@ -181,7 +181,7 @@ class Snapshot:
                 tensor.copy_(copy)
         return self._changed()
 
-    def _need(self, place: _Place, name: str, value: Any) -> None:
+    def _need(self, place: _Namespace, name: str, value: Any) -> None:
         """Keep a value for the second run."""
         if isinstance(value, Tensor):
             is_small, is_replaced = _is_small(value), place.values.get(name, _nothing) is not value
@@ -229,7 +229,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
         values.pop(name, None)
 
 
-def _is_shown(place: _Place, tensor: Tensor) -> bool:
+def _is_shown(place: _Namespace, tensor: Tensor) -> bool:
     """Return whether a tensor looks like an activation, which a layer shows, and sets anew in each run."""
     is_kept = tensor.requires_grad or place.values is place.module._buffers or _is_small(tensor)
     return tensor.grad_fn is not None or not is_kept

@@ -45,7 +45,7 @@ class Columns(list[Column]):
         devices: the device of each column
         members: the numbers of the partitions of each column
         recomputed: the columns with modules that run again at backward
-        checkpoint, is_whole: see `Settings`
+        checkpoint, has_stages: see `Settings`
         crossed: what the first micro-batch has carried from partition to partition
         copies: whether tensors are copied from column to column
     """
@@ -68,7 +68,7 @@ class Columns(list[Column]):
         self.streams, self.aliases, self.owner = streams, aliases, owner
         self.listener, self.random_numbers, self.patience = listener, random_numbers, patience
         self.devices, self.members = settings.devices, settings.members
-        self.checkpoint, self.is_whole = settings.checkpoint, settings.is_whole
+        self.checkpoint, self.has_stages = settings.checkpoint, settings.has_stages
         self.recomputed = {settings.column_of(name) for name in settings.recomputed}
         self.remote_doors = remote_doors
         self.processes = None if remote_doors is None else remote_doors.processes

@@ -149,7 +149,7 @@ class Frame(TorchFunctionMode):
             if len(self._columns) == 1:
                 finish(model())
                 return
-            has_glue = self.imports.are_needed and self._columns.is_whole  # Nothing is between stages.
+            has_glue = self.imports.are_needed and not self._columns.has_stages
             with self._current_stream, self if has_glue else nullcontext():
                 self._current_stream.enter_context(self._columns[0].stream.use())
                 output = model()

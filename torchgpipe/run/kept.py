@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from torchgpipe.model.values import copied, walk
 
-__all__ = ["KeptAttributes", "Place", "put_values", "values_of"]
+__all__ = ["Attribute", "KeptAttributes", "put_values", "values_of"]
 
 #: An attribute: the number of the module, of those inside of one, and the name.
-Place: TypeAlias = tuple[int, str]
+Attribute: TypeAlias = tuple[int, str]
 
 #: What every module has is not for the model to read.
 _OF_EVERY_MODULE = {*vars(nn.Module())}
@@ -38,7 +38,7 @@ class KeptAttributes:
             {name: copied(value, objects=False) for name, value in _values(place)} for place in self._places
         ]
 
-    def set_since(self) -> list[Place]:
+    def set_since(self) -> list[Attribute]:
         """Return which attributes were set or changed since."""
         return [
             (k, name)
@@ -61,13 +61,13 @@ class KeptAttributes:
         return undo
 
 
-def values_of(module: nn.Module, attributes: Sequence[Place]) -> list[Any]:
+def values_of(module: nn.Module, attributes: Sequence[Attribute]) -> list[Any]:
     """Return the values of attributes; None of those that there are not."""
     modules = [*module.modules()] if attributes else []
     return [vars(modules[k]).get(name) for k, name in attributes]
 
 
-def put_values(module: nn.Module, attributes: Sequence[Place], values: Sequence[Any]) -> None:
+def put_values(module: nn.Module, attributes: Sequence[Attribute], values: Sequence[Any]) -> None:
     """Give attributes the values that another process has told."""
     modules = [*module.modules()] if attributes else []
     for (k, name), value in zip(attributes, values, strict=True):

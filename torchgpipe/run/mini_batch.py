@@ -126,7 +126,7 @@ class MiniBatch:
         # The last column waits for no gradient. Weights that are in host memory come for backward alone.
         ahead = columns.recomputed - {self._n - 1} if not self._residence.has_copies else set[int]()
         counts = [self._m if j in ahead else 0 for j in range(self._n)]
-        keeps = not columns.is_whole
+        keeps = columns.has_stages
         if keeps:
             counts = [checkpoint_stop(columns.checkpoint, self._m)] * self._n
         #: Returns the actions of this process that are of some kinds.
@@ -262,7 +262,7 @@ class MiniBatch:
     def forward(self, i: int, j: int, *, recomputes: bool) -> None:
         """See `Front.forward`; modules of the model's own recompute, and nobody can tell them not to."""
         frame = self._frames[i]
-        frame.recomputes = recomputes or self.columns.is_whole
+        frame.recomputes = recomputes or not self.columns.has_stages
         forget_parametrizations()  # A weight that another micro-batch has computed is a part of that one's graph.
         try:
             with self._numbers_passed_on(i, j), self.random_numbers.of(i, self.columns.devices[j]):

@@ -20,7 +20,7 @@ from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.processes.wire import register
 from torchgpipe.run.hooked import HookedCalls, show_calls
-from torchgpipe.run.kept import KeptAttributes, Place, put_values, values_of
+from torchgpipe.run.kept import Attribute, KeptAttributes, put_values, values_of
 from torchgpipe.spine.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.spine.door import Door
 from torchgpipe.spine.settings import Settings
@@ -47,7 +47,7 @@ class _Effect(NamedTuple):
     forms: Abstract
     hooked: list[str]
     changed: list[int]
-    attributes: list[Place]
+    attributes: list[Attribute]
 
 
 class _Called(NamedTuple):
@@ -65,7 +65,7 @@ class _Called(NamedTuple):
     given: list[Tensor]
     changed: list[Tensor]
     seen: list[Any]
-    attributes: list[Place]
+    attributes: list[Attribute]
 
 
 class RemoteDoors:
@@ -96,7 +96,7 @@ class RemoteDoors:
         #: Of modules of this process, the forms that they return, and leave in attributes and arguments.
         self._returned: dict[Any, Any] = {}
         #: The attributes that modules of this process have set in any call: others have stand-ins there.
-        self._attributes: dict[str, set[Place]] = {}
+        self._attributes: dict[str, set[Attribute]] = {}
 
     def use(self, modes: int) -> None:
         """Begin a mini-batch; ``modes`` stands for the modes of all modules, their hooks, and what is trained."""
@@ -117,7 +117,7 @@ class RemoteDoors:
         """Return whether modules have hooks now, which may see what they return."""
         if door not in self._hooks:  # Walking through the modules takes as long as all of the rest.
             self._hooks[door] = [kind for child in door.module.modules() for kind in call_hooks(child)]
-        return self._settings.is_whole and any(self._hooks[door])
+        return not self._settings.has_stages and any(self._hooks[door])
 
     # ------------------------------------------------------------------------------------------------- of this process
 
@@ -153,7 +153,7 @@ class RemoteDoors:
         if attributes is not None:
             changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
             places = self._attributes.setdefault(door.name, set())
-            places.update(attributes.set_since() if self._settings.is_whole else ())
+            places.update(() if self._settings.has_stages else attributes.set_since())
             forms = abstracted((output, hooked.seen, values_of(door.module, sorted(places)), arguments), given)
             effect = self._known[key] = _Effect(forms, hooked.names, changed, sorted(places))
         effect = self._known[key]

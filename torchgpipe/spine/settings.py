@@ -78,9 +78,9 @@ class Settings:
     checkpoint: CheckpointMode | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every process has all modules, so that what runs between them may look at any of them."""
-        return self.checkpoint is None
+    def has_stages(self) -> bool:
+        """Whether the model is a row of stages, each of which one process alone has, and nothing runs between them."""
+        return self.checkpoint is not None
 
     @property
     def places(self) -> list[int]:
