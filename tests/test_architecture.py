@@ -63,7 +63,7 @@ CAPS = {
         "schedule": 872,
         "skip": 318,
         "processes": 761,
-        "replay": 789,
+        "replay": 784,
         "model": 1029,
         "batch": 1210,
         "norms": 256,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18266
+TOTAL = 18261
 
 #: The most lines of code of any room.
 LARGEST = 1900

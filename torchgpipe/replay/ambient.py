@@ -9,8 +9,8 @@ for that call.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from threading import get_ident
 from typing import Any, TypeVar
@@ -91,10 +91,11 @@ class Ambient:
             forget()
 
     def without_autocast(self) -> AbstractContextManager[Any]:
-        """Leave autocast for a ``with`` block, if these settings have it."""
-        if not self._autocast.enabled:
-            return nullcontext()
-        return _without_autocast([kind for kind, enabled, _ in self._autocast.types if enabled])
+        """Leave autocast, if these settings have it, to the end of the ``with`` block of what is returned."""
+        stack = ExitStack()
+        for kind in [kind for kind, enabled, _ in self._autocast.types if enabled]:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function`` with these settings, and restore the thread's own settings."""
@@ -200,11 +201,3 @@ def _restack(old: list[Any], new: list[Any], push: Callable[[Any], None], pop: C
         pop()
     for mode in new:
         push(mode)
-
-
-@contextmanager
-def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
