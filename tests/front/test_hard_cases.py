@@ -178,25 +178,22 @@ def of_a_leaf_that_is_used_again(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.on_late
-@pytest.mark.parametrize("forward", [None, of_each_layer])
-def test_a_forward_that_differentiates_what_one_partition_has(forward: Any, devices: Devices) -> None:
+def test_a_module_that_differentiates(devices: Devices) -> None:
     """On an accelerator the nodes of the second derivative had numbers of another thread, so they were taken for those
     of another partition.
     """
-    layers = [Using(in_a_layer) if forward is None else nn.Linear(4, 4) for _ in range(4)]
-    model, plain = make(nn.Sequential(*layers) if forward is None else chain(forward, *layers), devices(2))
-    expect_same(model, plain)
+    expect_same(*make(nn.Sequential(*[Using(in_a_layer) for _ in range(4)]), devices(2)))
 
 
 @pytest.mark.on_late
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("forward", [of_the_input, of_a_leaf_that_is_used_again])
-def test_a_forward_that_differentiates_what_all_partitions_have(forward: Any, n: int, devices: Devices) -> None:
+@pytest.mark.parametrize("forward", [of_each_layer, of_the_input, of_a_leaf_that_is_used_again])
+def test_a_forward_that_differentiates(forward: Any, n: int, devices: Devices) -> None:
     if n == 1 or len(set(devices(2))) == 1:
         expect_same(*make(chain(forward), devices(n)))
         return
     # With the CPU as one of the devices, the plain model already mixes them.
-    with pytest.raises((RuntimeError, ValueError), match=r"in one partition, or let one module|on the same device"):
+    with pytest.raises((RuntimeError, ValueError), match=r"let one module do all of it|on the same device"):
         make(chain(forward), devices(n))
 
 

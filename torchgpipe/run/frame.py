@@ -38,7 +38,7 @@ from torchgpipe.run.columns import Columns
 from torchgpipe.run.imports import Imports
 from torchgpipe.run.threads import Coroutine, Threads
 from torchgpipe.spine.door import Door, this_thread, visiting
-from torchgpipe.spine.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, begins_at_an_import, on_device
+from torchgpipe.spine.glue import DIFFERENTIATES, OF_THE_ORIGINAL, TO_A_DEVICE, on_device
 from torchgpipe.spine.recomputed import Keep
 
 __all__ = ["Frame"]
@@ -305,13 +305,9 @@ class Frame(TorchFunctionMode):
         if not imports.column:
             return func(*args, **kwargs)
         if func in DIFFERENTIATES:
-            given = args, kwargs
-            is_here = func is torch.autograd.grad and mapped(given, imports.import_tensor) is given
-            if is_here and not begins_at_an_import(args, kwargs):
-                return func(*args, **kwargs)
             raise RuntimeError(
                 "the model computes gradients in its forward, behind a boundary between partitions, where the graph is "
-                "cut; give a balance that keeps what it differentiates in one partition, or let one module do all of it"
+                "cut; let one module do all of it, or give a balance that keeps it in the first partition"
             )
         args = mapped(args, imports.import_tensor)
         if kwargs:

@@ -9,18 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from torchgpipe.devices.torch_internals import is_of_compiler
-from torchgpipe.graph.split_backward import nodes_below
-from torchgpipe.model.values import each
 
 __all__ = [
     "DIFFERENTIATES",
     "OF_A_PLACE",
     "OF_THE_ORIGINAL",
     "TO_A_DEVICE",
-    "begins_at_an_import",
     "changes_in_place",
     "explain_compiler",
     "on_device",
@@ -86,15 +82,6 @@ def on_device(
     if func in TO_A_DEVICE and len(args) > 1 and is_of_a_column(args[1]):
         args = (args[0], device, *args[2:])
     return args, kwargs
-
-
-def begins_at_an_import(args: Any, kwargs: Any) -> bool:
-    """Return whether `torch.autograd.grad` may look for paths that lead through imports into earlier columns."""
-    named = {**dict(zip(("outputs", "inputs"), args)), **kwargs}
-    # What has been computed here is not reached through an import; a leaf may have been used anywhere.
-    has_leaves = any([tensor.grad_fn is None for _, tensor in each(named["inputs"])])
-    roots = [get_gradient_edge(tensor) for _, tensor in each(named["outputs"]) if tensor.requires_grad]
-    return has_leaves and any([type(node).__name__ == "EnterBackward" for node in nodes_below(roots)])
 
 
 def explain_compiler(error: BaseException) -> None:
