@@ -315,10 +315,7 @@ class MiniBatch:
             assert self._finish is not None
             self.aliases.verify_returned((tensor for _, tensor in each(output)), f"micro-batch {i} of the model")
             output = frame.import_value(output)
-            if self.columns.is_mine(self._n - 1):
-                self._finish(i, output, cells[-1].export if cells else None)
-            else:
-                self._finish(i, output, (lambda _: Export(None, self._n - 1)) if cells else None)
+            self._finish(i, output, cells[-1].export if cells else None)
             if isinstance(frame, RemoteFrame):
                 self.crossings[i] = frame.imports.log
 

@@ -8,7 +8,7 @@ gradients of what it has received.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -80,19 +80,13 @@ class RemoteCell(Cell):
         #: By the column that they come from, the numbers of the imports that were received.
         self._received: dict[int, list[int]] = {}
 
-    def export(self, tensor: Tensor) -> RemoteExport:
-        """See `Cell.export`."""
-        export = super().export(tensor)
-        assert isinstance(export, RemoteExport)
-        return export
-
     def export_to(self, column: int, tensor: Tensor) -> Arrival:
         """Return what the gradient of a tensor arrives at from a column of this process."""
-        return FromColumn(self.export(tensor), column)
+        return FromColumn(cast(RemoteExport, self.export(tensor)), column)
 
     def note_sent(self, column: int, tensor: Tensor) -> None:
         """Note that a tensor was sent to a column of another process."""
-        self._sent.setdefault(column, []).append((self.export(tensor), tensor.device))
+        self._sent.setdefault(column, []).append((cast(RemoteExport, self.export(tensor)), tensor.device))
 
     def note_received(self, home: int) -> Source:
         """Return where the gradient of the next import goes, which was received from column ``home``."""
