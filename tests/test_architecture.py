@@ -76,7 +76,7 @@ CAPS = {
         "drive": 796,
         "proof": 301,
         "gpipe": 375,
-        "spine": 1359,
+        "spine": 1357,
         "run": 1630,
         "pipeline": 823,
         "front": 1357,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18241
+TOTAL = 18239
 
 #: The most lines of code of any room.
 LARGEST = 1900

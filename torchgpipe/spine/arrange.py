@@ -17,7 +17,7 @@ from torchgpipe.processes.processes import Processes
 from torchgpipe.spine.layout import Layout, Part, PartitionLayout
 from torchgpipe.spine.sample import Study, study
 from torchgpipe.spine.settings import Settings, find_door, iterate_tensors, name_of
-from torchgpipe.spine.spine import Trace, find_spine
+from torchgpipe.spine.spine import Spine, Trace
 
 __all__ = ["arrange"]
 
@@ -64,7 +64,7 @@ def arrange(
     traces = studied.traces
     if studied.on_meta and balance == "time":
         balance = "parameters"  # Nothing computes there.
-    spine = find_spine(module, traces[0], len(devices), begins)
+    spine = Spine(module, traces[0], len(devices)).parts(begins)
     if not fixed:
         devices = devices[: max(1, len(spine))]
     n = len(devices)

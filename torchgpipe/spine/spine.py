@@ -43,7 +43,7 @@ from torchgpipe.spine.glue import changes_in_place
 from torchgpipe.spine.layout import Part
 from torchgpipe.spine.twin import may_have_twin
 
-__all__ = ["ChangesParameter", "Trace", "find_spine", "trace"]
+__all__ = ["ChangesParameter", "Spine", "Trace", "trace"]
 
 
 @dataclass
@@ -315,20 +315,14 @@ def _replaced(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             replace_call(module, call_before)
 
 
-def find_spine(module: nn.Module, traced: Trace, n: int, opened: list[str]) -> list[Part]:
-    """Return the spine.
+class Spine:
+    """The search for the spine. Modules go by their names.
 
     Args:
         module: the model
         traced: what a run has shown
         n: the number of partitions, which the spine should be fine enough for
-        opened: names of modules at which a partition should begin
     """
-    return _Spine(module, traced, n).parts(opened)
-
-
-class _Spine:
-    """The search for the spine. Modules go by their names."""
 
     def __init__(self, module: nn.Module, traced: Trace, n: int) -> None:
         self._n = n
@@ -358,6 +352,7 @@ class _Spine:
         }
 
     def parts(self, opened: list[str]) -> list[Part]:
+        """Return the parts of the spine; a partition should begin at modules of the names ``opened``."""
         spine = self._inner("")
         if not spine:
             return []
