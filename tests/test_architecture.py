@@ -77,7 +77,7 @@ CAPS = {
         "proof": 301,
         "gpipe": 375,
         "spine": 1357,
-        "run": 1630,
+        "run": 1624,
         "pipeline": 823,
         "front": 1357,
         "timeline": 479,
@@ -89,7 +89,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1418},
 }
 #: The sum of all caps, to be lowered with them.
-TOTAL = 18239
+TOTAL = 18233
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -19,7 +19,7 @@ from torchgpipe.model.values import container, each, is_cache, mapped, refill, w
 from torchgpipe.processes.processes import Processes
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.processes.wire import register
-from torchgpipe.run.hooked import HookedCalls, show_calls
+from torchgpipe.run.hooked import hooked_calls, show_calls
 from torchgpipe.run.kept import Attribute, KeptAttributes, put_values, values_of
 from torchgpipe.spine.abstract import Abstract, abstracted, described, leaves_of, without_devices
 from torchgpipe.spine.door import Door
@@ -39,7 +39,7 @@ class _Effect(NamedTuple):
     Attributes:
         forms: what it returns, what hooks inside see, what it leaves in attributes, and the arguments behind it, if it
             has changed a list or a dict among them
-        hooked: the names of the modules inside that have hooks, in the order of their calls; see `HookedCalls`
+        hooked: the names of the modules inside that have hooks, in the order of their calls; see `hooked_calls`
         changed: the numbers of the tensors among its arguments that it changes in place
         attributes: which attributes it sets; see `KeptAttributes`
     """
@@ -137,11 +137,8 @@ class RemoteDoors:
         held = _held((args, kwargs)) if _can_change((args, kwargs)) else None
         is_new = key not in self._known
         before, attributes = (versions(given), KeptAttributes(door.module)) if is_new else ([], None)
-        hooked = HookedCalls(door.module, is_needed=self._has_hooks(door))
-        try:
+        with hooked_calls(door.module, is_needed=self._has_hooks(door)) as (names, seen):
             output = run()
-        finally:
-            hooked.remove()
         tensors = [tensor for _, tensor in each(output, objects=True)]
         if any([isinstance(tensor, StandIn) for tensor in tensors]):
             raise RuntimeError(
@@ -154,8 +151,8 @@ class RemoteDoors:
             changed = [k for k, (a, b) in enumerate(zip(before, versions(given))) if a != b]
             places = self._attributes.setdefault(door.name, set())
             places.update(() if self._settings.has_stages else attributes.set_since())
-            forms = abstracted((output, hooked.seen, values_of(door.module, sorted(places)), arguments), given)
-            effect = self._known[key] = _Effect(forms, hooked.names, changed, sorted(places))
+            forms = abstracted((output, seen, values_of(door.module, sorted(places)), arguments), given)
+            effect = self._known[key] = _Effect(forms, names, changed, sorted(places))
         effect = self._known[key]
         kept = values_of(door.module, effect.attributes)
         returned = described((output, kept, arguments), [])
@@ -175,7 +172,7 @@ class RemoteDoors:
                 "return numbers as tensors, count in a buffer, or give a balance that keeps the module and all that "
                 "use it in one process"
             )
-        return _Called(output, given, [given[k] for k in effect.changed], hooked.seen, effect.attributes)
+        return _Called(output, given, [given[k] for k in effect.changed], seen, effect.attributes)
 
     # ----------------------------------------------------------------------------------------------- of other processes
 
