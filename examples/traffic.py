@@ -56,7 +56,7 @@ class _Counting(TorchDispatchMode):
         self._lock = threading.Lock()
         self._thread = threading.local()
 
-    def begin_step(self, m: int, places: Sequence[Place], program: object) -> "_Counting":
+    def begin_step(self, m: int, places: Sequence[Place]) -> "_Counting":
         return self
 
     def begin(self, kind: Kind, i: int, j: int, other: int | None, stream: Any) -> Callable[[bool], None]:
