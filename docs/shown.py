@@ -17,6 +17,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch import nn  # noqa: E402
 import torchgpipe  # noqa: E402
 from tests import snippets  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
+from torchgpipe.command.main import main as main_of_commands  # noqa: E402
 from torchgpipe.timeline.span import Row, Span  # noqa: E402
 from torchgpipe.timeline.timeline import Timeline  # noqa: E402
 
@@ -48,6 +50,21 @@ def printed(page: str, block: int, *, alone: bool = False) -> str:
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 snippets.run(snippet, path, names)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n"
+
+
+def commanded(*line: str) -> str:
+    """Return what a command prints, in a folder in which ``folder`` has the configuration of a model of 8B."""
+    configuration = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096},
+        **{"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    }
+    with tempfile.TemporaryDirectory() as at, contextlib.chdir(at):
+        Path("folder").mkdir()
+        Path("folder", "config.json").write_text(json.dumps(configuration))
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            assert not main_of_commands([*line])
+    wrapped = [textwrap.wrap(text, 100, subsequent_indent=8 * " ") or [""] for text in output.getvalue().splitlines()]
+    return "\n".join(part for each in wrapped for part in each) + "\n"
 
 
 def record() -> None:
@@ -94,6 +111,7 @@ def measured() -> Iterator[tuple[str, str]]:
     plan, head, check = re.split(r"(?m)^( +predicted )", printed("planning.rst", 0))
     yield "plan", plan
     yield "check", head + check
+    yield "fit", commanded("fit", "folder", "--devices", "2x24GiB", "--lora", "16", "--length", "1024")  # a minute
 
 
 def files() -> Iterator[tuple[str, str]]:

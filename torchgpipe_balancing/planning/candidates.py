@@ -37,6 +37,7 @@ __all__ = [
     "most_partitions",
     "nearest",
     "orders",
+    "problem_for",
     "problem_of",
     "rows_of",
 ]
@@ -282,18 +283,18 @@ def _problems(given: PlanInput) -> Iterator[Problem]:
         rounds = [[*range(n)] * 4] if schedule == "Interleaved1F1B" else []
         for places in [usual_places(schedule, n), *rounds]:
             if len(places) <= len(given.costs.layers) and (n > 1 or schedule == "1F1B"):
-                yield _problem(given, schedule, chunks, places)
+                yield problem_for(given, schedule, chunks, places)
 
 
 def problem_of(given: PlanInput, candidate: Candidate) -> Problem:
     """Return the problem that a candidate solves."""
-    problem = _problem(given, candidate.schedule, candidate.chunks, candidate.places)
+    problem = problem_for(given, candidate.schedule, candidate.chunks, candidate.places)
     if candidate.fitted is None:
         return problem
     return replace(problem, program=candidate.fitted(problem.m, problem.places))
 
 
-def _problem(given: PlanInput, schedule: ScheduleName, chunks: int, places: Sequence[int]) -> Problem:
+def problem_for(given: PlanInput, schedule: ScheduleName, chunks: int, places: Sequence[int]) -> Problem:
     """Return the problem of a schedule with so many micro-batches."""
     costs, rows = given.costs, rows_of(given.batch, chunks)
     m = math.ceil(given.batch / rows)  # There may be fewer than chunks.

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -37,6 +38,7 @@ from torchgpipe_balancing.partition import partition
 from torchgpipe_balancing.planning.costs import Costs, LayerCosts
 from torchgpipe_balancing.planning.counting import count_bytes
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest
+from torchgpipe_balancing.planning.on_meta import operations_counter
 from torchgpipe_balancing.planning.problem import NAMES, CellCosts, Layer
 
 __all__ = ["Recorded", "make_costs", "measured", "seconds_of_copies", "synchronize", "time_steps"]
@@ -79,7 +81,12 @@ def measured(
     on_meta = any(tensor.is_meta for tensors in owned for tensor in tensors)
     if on_meta:
         sizes = [count_bytes(tested, partial(tested.plain, count)) for count in rows]
-        times = [[_without_times(tensors, count, rows[-1], len(devices)) for tensors in owned] for count in rows]
+        counted = [_operations(tested, partial(tested.plain, count)) for count in rows]
+        more = rows[-1] * (len(devices) - 1) / (16 * len(devices))
+        times = [
+            [_without_times(of, 1 + more / count, tensors) for of, tensors in zip(each, owned)]
+            for count, each in zip(rows, counted)
+        ]
         cells, transfers = [CellCosts()] * len(rows), (0.0, 0.0)
     else:
         bench = _Bench(tested, devices, batch)
@@ -131,14 +138,33 @@ def make_costs(
     return Costs(tuple(layers), tuple(rows), tuple(cells), latency, per_byte, where, tested.loss)
 
 
-def _without_times(owned: Sequence[Tensor], rows: int, largest: int, n: int) -> Times:
-    """Return what stands for the times of a layer on the meta device: the bytes of its parameters times rows.
+def _operations(tested: ModelUnderTest, run: Callable[[], Any]) -> list[int]:
+    """Return the floating point operations of each layer in a forward."""
+    begun: dict[int, int] = {}
+    with ExitStack() as stack:
+        counter = stack.enter_context(operations_counter())
 
-    Each micro-batch counts as a few rows more than it has, or the smallest would always be the best. With so many more,
-    about four micro-batches a device are the best of those that are tried by default.
+        def begin(k: int, *_: Any) -> None:
+            begun.setdefault(k, counter.get_total_flops())
+
+        for k, names in enumerate(tested.layers):
+            for name in names:
+                stack.callback(tested.module(name).register_forward_pre_hook(partial(begin, k)).remove)
+        run()
+        ends = [begun.get(k, counter.get_total_flops()) for k in range(1, len(tested.layers))]
+        return [max(0, end - begun.get(k, end)) for k, end in enumerate([*ends, counter.get_total_flops()])]
+
+
+def _without_times(operations: int, more: float, owned: Sequence[Tensor]) -> Times:
+    """Return what stands for the times of a layer on the meta device: its operations. Frozen weights have no gradients.
+
+    Each micro-batch counts as a few rows ``more`` than it has, or the smallest would always be the best. With so many
+    more, about four micro-batches a device are the best of those that are tried by default.
     """
-    seconds = bytes_of(owned) * (rows + largest * (n - 1) / (16 * n)) * 1e-12
-    return {"forward": seconds, "backward": 2 * seconds, "inputs": seconds, "weights": seconds}
+    seconds = max(1, operations) * more * 1e-12
+    trained = bytes_of([tensor for tensor in owned if tensor.requires_grad]) / (bytes_of(owned) or 1)
+    weights = seconds * min(1.0, trained)
+    return {"forward": seconds, "backward": seconds + weights, "inputs": seconds, "weights": weights}
 
 
 class _Bench:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
@@ -34,6 +35,7 @@ from torchgpipe_balancing.planning.check import Check, try_out
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.model_under_test import ModelUnderTest, release_memory
 from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
+from torchgpipe_balancing.planning.on_meta import as_on_accelerator
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
 from torchgpipe_balancing.planning.result import Plan
@@ -92,7 +94,7 @@ def plan(
     sizes. For each schedule and number of micro-batches, the measured times are balanced within the memory, with layers
     recomputed where memory lacks. The plan is the candidate whose simulated step is the shortest; or, of several that
     are nearly as short, the one that is the quickest when they run.
-    A model on the meta device is not run: its sizes follow from shapes, and the bytes of parameters stand for times.
+    A model on the meta device is not run: its sizes follow from shapes, and operations stand for times.
 
     Args:
         model: the model; a :class:`~torch.nn.Sequential` becomes a :class:`~torchgpipe.GPipe`, any other is
@@ -168,7 +170,7 @@ def plan(
     most = most_partitions(schedules, len(places))
     sizes = sorted({rows_of(batch, count) for count in counts})
     sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    with undisturbed(places) as outside:
+    with undisturbed(places) as outside, as_on_accelerator() if on_meta else nullcontext():
         tested = ModelUnderTest(model, sample, target, most, options)
         outside.note([tested.plain(tested.rows)], tested.parameters())
         if len(tested.layers) < len(places):

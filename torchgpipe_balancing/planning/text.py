@@ -56,7 +56,7 @@ def _decision(given: PlanInput, best: Candidate, usual: Candidate | None) -> Ite
         more = 1 - least_seconds(given, best) / best.seconds
         yield from _wrapped(f"{gain}no other program with these partitions is quicker by more than {more:.1%}")
     else:
-        yield "measured on the meta device, without times: the bytes of parameters stand for them"
+        yield "measured on the meta device, without times: operations stand for them"
     states = f"gradients and the optimizer keep {given.states:g} bytes for each byte of a parameter that is trained"
     yield from _wrapped(states + ("; optimizer= tells of its states" if given.states == 1 else ""))
     rows = " and ".join(", ".join(map(str, costs.rows)).rsplit(", ", 1))

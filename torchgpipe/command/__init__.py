@@ -1,0 +1,3 @@
+"""The commands of the library."""
+
+__all__: list[str] = []
