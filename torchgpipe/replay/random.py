@@ -14,8 +14,8 @@ Python and NumPy have one generator each for all threads, too, and threads that 
 that differs does not tell that a layer has drawn. It is replayed in any case, and what the second run returns is
 compared.
 
-A layer may get a new generator in its forward or between the call and backward, whose states were not noted. If it then
-draws other numbers, it returns something else, see `outputs`.
+A layer may get a new generator between the call and backward, whose states were not noted. Then recomputation raises
+an error.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from torchgpipe.devices.generators import OUTSIDE, Generator, generators_of, generators_of_all, go_on_from, state_of
-from torchgpipe.devices.torch_internals import dispatch_modes, without_dispatch_modes
+from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, without_dispatch_modes
 
-__all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "replay", "restored_generators"]
+__all__ = ["Drawn", "RandomStates", "generator_states", "generators_in", "restored_generators"]
 
 
 class _Draw(NamedTuple):
@@ -71,6 +71,7 @@ class RandomStates:
         self._modules = modules
         self._between = between
         self._last: list[Tensor] | None = None  # the end of the last run, where the next run begins
+        self._checked_in: int | None = None  # the last backward pass that found no new generators
 
     @cached_property
     def _generators(self) -> tuple[Generator, ...]:
@@ -101,6 +102,26 @@ class RandomStates:
         """Drop the last states, because numbers may be drawn from now on that are not noted."""
         self._last = None
 
+    def replay(self, drawn: Drawn) -> AbstractContextManager[None]:
+        """Let a run draw the same numbers again in a ``with`` block, and restore the generators.
+
+        Raises:
+            RuntimeError: the run drew other numbers, or could have done so.
+        """
+        this_pass = current_pass()
+        if self._checked_in != this_pass:
+            self._refuse_new_generators()
+            self._checked_in = this_pass
+        return _replay(drawn) if drawn else _nothing
+
+    def _refuse_new_generators(self) -> None:
+        if set(generators_in(self._modules)) - set(self._generators):
+            raise RuntimeError(
+                "a layer has a random number generator that it did not have when the pipeline was called, so "
+                "recomputation could draw other numbers; make the generator with the layer, leave it as it is until "
+                "backward() has finished, or use checkpoint='never'"
+            )
+
 
 def _states_of(generators: Sequence[Generator]) -> list[Tensor]:
     with _unseen():
@@ -124,15 +145,6 @@ def _is_same(old: Tensor, new: Tensor) -> bool:
 
 #: Held by a second run that draws from generators which all threads share. A layer may run a pipeline within.
 _replaying = threading.RLock()
-
-
-def replay(drawn: Drawn) -> AbstractContextManager[None]:
-    """Let a run draw the same numbers again in a ``with`` block, and restore the generators.
-
-    Raises:
-        RuntimeError: the run drew other numbers.
-    """
-    return _replay(drawn) if drawn else _nothing
 
 
 @contextmanager

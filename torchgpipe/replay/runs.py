@@ -25,7 +25,7 @@ from torchgpipe.devices.torch_internals import current_pass, dispatch_modes, for
 from torchgpipe.replay.exclusive import exclusive
 from torchgpipe.replay.outputs import counts_of, difference_of, is_compared, sums
 from torchgpipe.replay.phase import first_run, second_run
-from torchgpipe.replay.random import Drawn, RandomStates, replay
+from torchgpipe.replay.random import Drawn, RandomStates
 from torchgpipe.replay.state import Snapshot, State
 
 __all__ = ["Layers", "Run"]
@@ -179,7 +179,7 @@ class Run:
             )
         drawn, state = self._kept
         forget_parametrizations()
-        with layers.exclusively(), replay(drawn), state.again(), second_run():
+        with layers.exclusively(), layers.random.replay(drawn), state.again(), second_run():
             result = compute()
         forget_parametrizations()
         difference = difference_of(self._sums, self._tensors(result)) if self.is_compared else None
