@@ -7,7 +7,8 @@ runs forward actions only, and leaves the caller a graph, which autograd drives 
     F(i, j)   computes the cell; what it hands to later cells is noted there, with where its gradient arrives
     B(i, j)   differentiates the cell, and takes the gradients of what has entered it to the cells that they come from;
               I(i, j) does the same, and leaves the gradients of the parameters to W(i, j)
-    R(i, j)   runs a cell again that has left no graph, as soon as its device is free: before its gradient is there
+    R(i, j)   runs again what a cell recomputes, as soon as its device is free: before its gradient is there. A cell of
+              layers has left no graph; of frames it is the modules that it recomputes, of which the last comes first
 
 A program with one device runs in the caller's thread. So does one whose cells draw from the generator of the CPU, of
 Python or of NumPy, which all threads share: a cell has it to itself, and nothing is locked. Else each device has a
@@ -66,7 +67,7 @@ class ProgramFront(Front, Protocol):
     """Gives the cells of a mini-batch whose backward is a part of the program, too."""
 
     def recompute(self, i: int, j: int) -> None:
-        """Run a cell again, with a graph."""
+        """Run again what a cell recomputes, or the part of it with which its backward begins."""
 
     def cell(self, i: int, j: int, *, last: bool) -> Cell | None:
         """Return a cell that has been computed; if its last backward begins, nothing else need keep it.

@@ -1,7 +1,8 @@
 """The calls and the steps of a model in several threads: while a step runs, modules have aliases of their parameters.
 
 A call in another thread would compute with the aliases, and its gradients would not arrive. So a step runs alone.
-Calls, and the parts of backward that run layers again, may run at the same time as others.
+Calls of layers, and the parts of their backward that run layers again, may run at the same time as others; a call of
+any other model and its backward have aliases as well, and run alone.
 
 What a step runs may call the model itself, as a loss does that compares with the model's own output. Often it does so
 in a worker, which is another thread. A worker runs in a copy of the context of the call that it works for, so the

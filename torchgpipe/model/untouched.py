@@ -1,9 +1,9 @@
 """Running a model without leaving a trace: what a run changes is put back afterwards.
 
-Parameters are not copied: a forward that changes their numbers is refused (see `spine.spine`), and gradients go to
-aliases. But what a parameter has for attributes is put back, and the memory that it had: a layer that packs its weights
-may move a scale from its parameter to itself in its first run, or give the parameter packed memory, which the
-attributes describe.
+Parameters are not copied: a forward that changes their numbers is refused where a spine is found (see `spine.spine`),
+and whoever runs backward sees to their gradients. But what a parameter has for attributes is put back, and the memory
+that it had: a layer that packs its weights may move a scale from its parameter to itself in its first run, or give the
+parameter packed memory, which the attributes describe.
 """
 
 from __future__ import annotations

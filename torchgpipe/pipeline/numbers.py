@@ -7,7 +7,7 @@
 
 Which of these rules it is, no name tells for sure. So the plain model runs on rows together and on rows apart, with
 labels that are uneven over rows: the rule is the one that gives the value and the gradient of rows together; see
-`proof`. The caller's own weights, and those of `MicroBatches`, go before every rule. A model may divide by
+`front.rows`. The caller's own weights, and those of `MicroBatches`, go before every rule. A model may divide by
 ``num_items_in_batch`` if it is given: with twice as many, the number is half of that. Then micro-batches add up.
 
 Labels are counted before anything is launched, where the caller has them: labels on the host cost no wait. For labels

@@ -17,8 +17,8 @@ fixed random numbers. Parameters that are zero, as those of heads and gates that
 during a proof, or nothing behind them would show. What is nan in the plain model would be equal to any nan: it is an
 error, or not compared.
 
-Nothing is left behind: gradients of parameters go to stand-ins, those of other leaves are set aside (`leaves`), and
-`untouched` puts back the rest.
+Nothing is left behind: gradients of parameters go to aliases, or are set aside where layers are proved, as are those
+of other leaves (`leaves`), and `untouched` puts back the rest.
 """
 
 from __future__ import annotations

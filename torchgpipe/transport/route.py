@@ -1,7 +1,8 @@
 """Moving a micro-batch from device to device beside the computation, forward and backward.
 
-Every device has a stream that computes, and others that copy. `Wait` closes the cell that sends and `Copy` opens the
-cell that receives:
+Every device has a stream that computes, and others that copy. Where autograd drives, `Wait` closes the cell that sends
+and `Copy` opens the cell that receives; a program, whose graphs are cut there, calls `mark_ready`, `copy_forward`,
+`copy_back` and `wait_back` for the same waits:
 
     source device                    target device
     computing     leaving            arriving      computing
