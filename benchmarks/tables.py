@@ -18,6 +18,7 @@ from benchmarks import (
     balance,
     batch_norm,
     distributed,
+    fits,
     host_time,
     mechanisms,
     memory,
@@ -41,7 +42,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 
 #: Whose parts have tables.
 BENCHMARKS = (
-    *(balance, batch_norm, distributed, host_time, mechanisms, memory, offload, plan, published, schedules),
+    *(balance, batch_norm, distributed, fits, host_time, mechanisms, memory, offload, plan, published, schedules),
     *(simulated_gpus, training, windows, faults, packages, robustness),
 )
 

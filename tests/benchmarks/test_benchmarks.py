@@ -90,6 +90,7 @@ TINY = [
     ),
     ("published", "schedules", "", "8.1% (5), 8.1% (5) "),
     ("published", "speed", "", "| U-Net (5, 64) | 8 | 40 |     3.105 |"),
+    ("fits", "architectures", "--names vit", "| vision "),
     ("schedules", "sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| V-Half "),
     ("schedules", "pipelined_sleeping", "--partitions 2 --micro-batches 3 --sleep 0.0001 --turns 1", "| 1F1B "),
     ("schedules", "activations", "--micro-batches 5 --steps 1", "| ZeroBubble "),
@@ -120,6 +121,8 @@ def test_every_part_of_every_program_runs(
 ) -> None:
     if (name, part) == ("training", "pipelined"):
         pytest.importorskip("transformers", reason="it trains GPT-2")
+    if name == "fits":
+        pytest.importorskip("transformers", reason="the catalogue has its models")
     if part == "accuracy":
         pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     tiny_unet = published_memory.Experiment("pipeline-2", "unet", (1, 2), [25, 40], published_memory.Published("1M"))

@@ -102,7 +102,8 @@ def configured(name: str, dtype: torch.dtype, length: int) -> Loaded:
     kind: Any = next((kind for kind in kinds if kind is not None), None)
     with torch.device("meta"):
         if kind is not None:
-            model = kind._from_config(config, dtype=dtype)
+            config.dtype = dtype
+            model = kind(config).to(dtype)
         else:
             try:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn, overrides
@@ -30,10 +30,14 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FUSED_ATTENTION",
+    "GROUPED_PRODUCT",
+    "READ_VALUE",
     "BatchNormBase",
     "DispatchMode",
     "active_data_parallel",
     "add_each",
+    "all_nonzero",
     "apply_directly",
     "at_end_of_pass",
     "base_of",
@@ -449,6 +453,23 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
 
 # pytree: nested containers and the registration of new kinds. Since 2.4 or a little earlier, when keys were added. The
 # package optree does the same.
+
+
+#: The operation with which Python reads a value. Since 2.0; on the meta device it raises.
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+
+#: Attention by a fused kernel, which has a meta kernel; that of the meta device itself is the plain formula. Since 2.2.
+FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+#: The products of a model's experts in one operation, which `FlopCounterMode` does not know. Since 2.8.
+GROUPED_PRODUCT = torch.ops.aten._grouped_mm
+
+
+def all_nonzero() -> AbstractContextManager[Any]:
+    """Let all elements count as not zero on the meta device in a ``with`` block, where `nonzero` raises. Since 2.5."""
+    from torch.fx.experimental import _config
+
+    return cast(Any, _config).patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[no-any-return]
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -21,10 +21,11 @@ from torchgpipe.devices.memory import bytes_of, shown_size
 from torchgpipe.schedule import Action, Program, program, simulate
 from torchgpipe.schedule.programs import RESIDENT, usual_places
 from torchgpipe_balancing.planning.candidates import PlanInput, find_outcome, most_partitions, problem_for
+from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.model_under_test import ModelUnderTest
 from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
-from torchgpipe_balancing.planning.on_meta import as_on_accelerator, operations_counter
+from torchgpipe_balancing.planning.on_meta import either_way, operations_counter
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
 from torchgpipe_balancing.table import table
@@ -130,18 +131,23 @@ def fit(
     """
     devices = tuple([Device(f"cuda:{k}", size * 0.9) for k, size in enumerate(memory)])
     states = states_of(optimizer)
-    with as_on_accelerator():
+
+    def count() -> tuple[ModelUnderTest, Costs, int, int, tuple[OffloadPlan | None, float]]:
         tell("the model")
         tested = ModelUnderTest(model, sample, None, most_partitions(RESIDENT, len(devices)), options)
-        batch = batch or 4 * len(devices) * tested.rows
-        rows = min(batch, tested.rows)
-        chunks = ceil(batch / rows)
-        costs = measured(tested, [torch.device("meta")], [1.0], batch, [rows], seconds=0)
+        rows = min(batch or tested.rows, tested.rows)
+        whole = batch or 4 * len(devices) * rows
+        costs = measured(tested, [torch.device("meta")], [1.0], whole, [rows], seconds=0)
         with operations_counter() as counter:
             tested.plain(rows)
         tell("weights in host memory")
-        offloaded = plan_offload(model, sample, None, batch, devices, (chunks,), (True, False), options)
-    given = PlanInput(costs, devices, batch, 1.0 + states)
+        offloaded = plan_offload(model, sample, None, whole, devices, (ceil(whole / rows),), (True, False), options)
+        return tested, costs, whole, counter.get_total_flops(), offloaded
+
+    tested, costs, whole, operations, offloaded = either_way(count)
+    rows = costs.rows[0]
+    chunks = ceil(whole / rows)
+    given = PlanInput(costs, devices, whole, 1.0 + states)
     writes = partial(_lines, isinstance(model, nn.Sequential))
     owned = tested.parameters()
     trained = bytes_of([parameter for parameter in owned if parameter.requires_grad])
@@ -154,7 +160,7 @@ def fit(
         rows=rows,
         chunks=chunks,
         activations=round(sum([layer.kept for layer in costs.layers_at(rows, 0.0)])),
-        operations=counter.get_total_flops(),
+        operations=operations,
         ways=(*_ways(given, chunks, writes), _offloaded(given, chunks, *offloaded, writes)),
     )
 

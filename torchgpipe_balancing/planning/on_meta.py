@@ -1,40 +1,68 @@
 """Run a model on the meta device as it would run on an accelerator: where it looks at values, and in its attention.
 
 A model that looks at a value there, such as whether a mask is all ones, raises. Usually it asks whether it may take a
-shorter way, so the answer is yes: booleans are True, numbers 1, and of a mask every element counts. And attention, of
-which PyTorch has only the plain formula on the meta device, keeps what fused kernels keep: no matrix of all pairs.
+shorter way, so the answer is yes: booleans are True, numbers 1, and of a mask every element counts. Where it asks
+whether something is wrong, as whether labels are too large, no is the better answer, which `either_way` tries next.
+And attention keeps what fused kernels keep, no matrix of all pairs, as the plain formula of the meta device would.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-__all__ = ["as_on_accelerator", "operations_counter"]
+from torchgpipe.devices.torch_internals import (
+    FUSED_ATTENTION,
+    GROUPED_PRODUCT,
+    READ_VALUE,
+    DispatchMode,
+    all_nonzero,
+)
 
-_ATEN = torch.ops.aten
-_FUSED = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+__all__ = ["as_on_accelerator", "either_way", "operations_counter"]
+
+T = TypeVar("T")
 
 
-def as_on_accelerator() -> ExitStack:
-    """Return a context in which models run on the meta device as on an accelerator."""
+def as_on_accelerator(*, answer: bool = True) -> ExitStack:
+    """Return a context in which models run on the meta device as on an accelerator.
+
+    Args:
+        answer: what the model is told where it looks at a value
+    """
     stack = ExitStack()
-    stack.enter_context(_Values())  # type: ignore[no-untyped-call]
+    stack.enter_context(_Values(answer))
     stack.enter_context(_Attention())
-    stack.enter_context(torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+    stack.enter_context(all_nonzero())
     return stack
+
+
+def either_way(run: Callable[[], T]) -> T:
+    """Return what ``run`` returns in that context, with the answer no if it fails with yes.
+
+    Raises:
+        Exception: it fails both ways; this is the error with the answer yes.
+    """
+    try:
+        with as_on_accelerator():
+            return run()
+    except Exception as error:
+        try:
+            with as_on_accelerator(answer=False):
+                return run()
+        except Exception:
+            raise error from None
 
 
 def operations_counter() -> FlopCounterMode:
     """Return what counts floating point operations, those of attention and of experts included."""
-    counts = {_FUSED.overloadpacket: _count_attention, _ATEN._grouped_mm: _count_experts}
+    counts = {FUSED_ATTENTION: _count_attention, GROUPED_PRODUCT: _count_experts}
     return FlopCounterMode(display=False, custom_mapping=counts)
 
 
@@ -47,12 +75,18 @@ def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
-class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Values(DispatchMode):  # type: ignore[no-untyped-call]
     """Answers for values."""
 
+    def __init__(self, answer: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answer = answer
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype).item()
+        if func is READ_VALUE and args[0].is_meta:
+            return torch.full((), self._answer or args[0].dtype is not torch.bool, dtype=args[0].dtype).item()
+        if func is GROUPED_PRODUCT.default and args[0].is_meta:  # That of the meta device wants bfloat16.
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -85,5 +119,5 @@ def _fused(
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     if query.dim() != 4:
         query, key, value = [tensor.reshape(-1, *tensor.shape[-3:]) for tensor in (query, key, value)]
-    output: Tensor = _FUSED(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    output: Tensor = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
