@@ -7,7 +7,6 @@ all others wait for it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -56,6 +55,8 @@ def build() -> Path:
         return target
     if compiler() is None:
         raise NoCompiler("no C++ compiler: CXX is not set, and there is no g++")
+    import fcntl  # Not on Windows, where all other tests import this file.
+
     BUILT.mkdir(parents=True, exist_ok=True)
     with (BUILT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
