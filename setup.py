@@ -1,25 +1,19 @@
 """Describe the package for an index such as PyPI, where relative links and pictures of the README lead nowhere.
 
-Links to pages of the documentation lead to the published site, if docs/conf.py has its address.
+Links to pages of the documentation lead to the published site, if the environment variable SITE has its address, with a
+slash at its end; REPOSITORY has that of the repository. The workflows set both, so no address is written down that may
+be another's.
 
 All else stands in pyproject.toml.
 """
 
+import os
 import re
 from pathlib import Path
 
 from setuptools import setup
 
 HERE = Path(__file__).parent
-
-
-def site() -> str:
-    """Return the address of the published site, or '' if there is none."""
-    conf = HERE / "docs" / "conf.py"
-    found = (
-        re.search(r'^html_baseurl = "(.*)"', conf.read_text(encoding="utf-8"), re.MULTILINE) if conf.exists() else None
-    )
-    return found[1] if found else ""
 
 
 def description(base: str) -> str:
@@ -31,5 +25,19 @@ def description(base: str) -> str:
     return re.sub(r"\[([^][]+)\]\((?!https?:)(.+?)\)", r"\1", pictures)
 
 
+def urls(site: str, repository: str) -> dict[str, str]:
+    """Return the links that an index shows beside the description."""
+    pages = {"Documentation": site} if site else {}
+    if repository:
+        pages |= {"Repository": repository, "Issues": f"{repository}/issues"}
+        pages["Changelog"] = f"{site}project/changelog.html" if site else f"{repository}/blob/main/CHANGELOG.md"
+    return pages
+
+
 if __name__ == "__main__":
-    setup(long_description=description(site()), long_description_content_type="text/markdown")
+    site = os.environ.get("SITE", "")
+    setup(
+        long_description=description(site),
+        long_description_content_type="text/markdown",
+        project_urls=urls(site, os.environ.get("REPOSITORY", "")),
+    )

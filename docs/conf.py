@@ -1,5 +1,6 @@
 """Configure Sphinx for `make docs`, with warnings as errors and without a network."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -45,7 +46,11 @@ intersphinx_mapping = {
 }
 
 html_theme = "furo"
-html_baseurl = ""  # the published site, with a slash at its end; setup.py turns the links of the README into its pages
+# The published site, with a slash at its end, from the workflow: pages of all versions name those of the latest.
+html_baseurl = os.environ.get("SITE", "")
+if html_baseurl:
+    extensions.append("sphinx_sitemap")
+    sitemap_url_scheme = "{link}"
 pygments_dark_style = "a11y-dark"  # the sister of the light style; Furo's own underlines the names of modules
 html_title = f"torchgpipe {release}"
 html_static_path = ["_static"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,12 @@ def test_each_public_name_is_shown_at_work() -> None:
     returned |= {"Check", "Compared", "Comparison", "Plan"}
     names = {name.rpartition(".")[2] for name in NAMES} - returned - {"BalanceError"}  # never raised
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
+
+
+def test_scripts_of_the_package_are_functions() -> None:
+    for script in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].values():
+        module, _, function = script.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_no_page_installs_the_package_from_the_index() -> None:
