@@ -201,6 +201,20 @@ def test_links_of_the_readme_lead_to_the_published_site_if_there_is_one() -> Non
         assert [*(ROOT / "docs").glob(f"{link}.*")], link
 
 
+def test_a_package_index_shows_the_addresses_that_are_known() -> None:
+    pytest.importorskip("setuptools")
+    urls = runpy.run_path(str(ROOT / "setup.py"))["urls"]
+    site, repository = "https://site.example/", "https://forge.example/owner/name"
+    assert urls("", "") == {}
+    assert urls("", repository)["Changelog"] == f"{repository}/blob/main/CHANGELOG.md"
+    assert urls(site, repository) == {
+        "Documentation": site,
+        "Repository": repository,
+        "Issues": f"{repository}/issues",
+        "Changelog": f"{site}project/changelog.html",
+    }
+
+
 def test_tables_are_those_of_the_results() -> None:
     """`python -m benchmarks.tables` writes them."""
     pytest.importorskip("matplotlib")
