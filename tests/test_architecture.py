@@ -255,6 +255,13 @@ def test_import_needs_torch_and_numpy_alone() -> None:
         assert not metadata, "a bare checkout has no metadata"
 
 
+def test_only_pipelines_over_several_processes_open_connections() -> None:
+    """Nothing is sent to anybody else: the page about stability says so."""
+    network = {"asyncio", "ftplib", "http", "requests", "smtplib", "socket", "socketserver", "ssl", "urllib", "xmlrpc"}
+    those = {name_of(path) for path in ALL if network & {name.partition(".")[0] for name in imports(path)}}
+    assert those == {"torchgpipe.processes.connections", "torchgpipe.processes.messages"}
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_both_packages_import_from_a_bare_checkout_in_any_order() -> None:

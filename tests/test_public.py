@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -130,6 +131,23 @@ def test_each_public_name_is_shown_at_work() -> None:
     returned |= {"Check", "Compared", "Comparison", "Plan"}
     names = {name.rpartition(".")[2] for name in NAMES} - returned - {"BalanceError"}  # never raised
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
+
+
+def test_the_page_about_stability_has_this_list() -> None:
+    page = " ".join((ROOT / "docs/project/stability.rst").read_text().split())
+    for module, names in PUBLIC.items():
+        assert f"- ``{module}``: {', '.join(f'``{name}``' for name in names)}" in page, module
+
+
+def test_the_page_about_stability_names_what_ran_on_the_gpu() -> None:
+    page = (ROOT / "docs/project/stability.rst").read_text()
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks/results/gpu").glob("*.json")]
+    for result in results:
+        about = result["about"]
+        told = {about["commit"].rstrip("+"), about["torch"], about["python"], *about["gpus"]}
+        if result["slice"] == "tests":
+            told.add(f"The {len(result['result']['failed'])} tests that failed")
+        assert [name for name in told if name not in page] == []
 
 
 def test_scripts_of_the_package_are_functions() -> None:
