@@ -38,7 +38,7 @@ def test_any_window(where: str, program: Program, data: st.DataObject) -> None:
 
 @pytest.mark.late
 @_quietly
-@settings(max_examples=settings.default.max_examples // 6)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(program=programs(late=True), data=st.data())
 def test_any_window_on_accelerators(program: Program, data: st.DataObject) -> None:
     check("late", program, data)
