@@ -9,7 +9,6 @@ highest, beyond what it had with the plain model, over the bytes of the paramete
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 from time import perf_counter
 from typing import Any
@@ -47,6 +46,8 @@ def answer(peer: str, request: Request) -> Answer:
 
 
 def _peak() -> int:
+    import resource  # Not on Windows, where tests import this file.
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

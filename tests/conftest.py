@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -152,8 +153,16 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file without tests on that accelerator in a run with ``--late``: libraries of clients take seconds."""
-    if config.getoption("--late") and collection_path.suffix == ".py":
+    """Import no file without tests on that accelerator in a run with ``--late``: libraries of clients take seconds.
+
+    On Windows, import none that starts processes by a server that forks, or locks files as POSIX does.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    if sys.platform == "win32":
+        needs = re.compile(r"^(from tests\.distributed\S* import|import fcntl$)", re.MULTILINE)
+        return True if needs.search(collection_path.read_text(encoding="utf-8")) else None
+    if config.getoption("--late"):
         marked = re.search(r"mark\.(on_)?late|needs_accelerator|NEEDS_ACCELERATOR", collection_path.read_text())
         return None if marked else True
     return None
