@@ -27,7 +27,7 @@ def test_the_distributions_have_what_they_should(made: tuple[Path, Path, Path]) 
     ours = [path for package in ("torchgpipe", "torchgpipe_balancing") for path in (source / package).rglob("*.py")]
     assert found["wheel"]["modules"] == len(ours)
     others = [name.partition(".dist-info/")[2] or name for name in found["wheel"]["others"]]
-    metadata = ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"]
+    metadata = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"]
     assert sorted(others) == [*metadata, "torchgpipe/py.typed", "torchgpipe_balancing/py.typed"]
     assert found["wheel"]["relative links of the description"] == []
     assert [name for name in found["sdist"]["left out"] if not name.startswith(".")] == []
