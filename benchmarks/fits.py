@@ -10,12 +10,10 @@ two rows keeps for its backward, each memory once, without parameters, buffers a
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Generator, Tensor, nn
@@ -26,9 +24,11 @@ from benchmarks.campaigns.architectures.operators import register_missing
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import Row, table_of
 from torchgpipe.batch.outputs import own_loss
+from torchgpipe.command.load import moved_to_meta
 from torchgpipe.devices.memory import storages_of
 from torchgpipe.devices.torch_internals import pytree
 from torchgpipe.model.values import each
+from torchgpipe_balancing.held import SavedTensors
 from torchgpipe_balancing.planning.fit import fit
 
 __all__ = ["compared", "fits", "misses"]
@@ -65,7 +65,7 @@ def compared(architecture: Architecture) -> Row:
         if architecture.loss is not None:
             options |= {"loss_fn": lambda output, _: _mean(output), "reduce": "mean"}
         sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), args or kwargs)
-        found = fit(_on_meta(model), sample, [2.0**34] * 2, options=options)
+        found = fit(moved_to_meta(model), sample, [2.0**34] * 2, options=options)
         row["counted"] = {"weights": found.weights, "kept": found.activations}
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
@@ -80,35 +80,16 @@ def _mean(output: Any) -> Tensor:
     return torch.stack([tensor.mean() for _, tensor in each(output) if tensor.is_floating_point()]).sum()
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy on the meta device, in which a parameter with two names is one, too."""
-    moved: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    for parameter in model.parameters():
-        moved[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-    return copy.deepcopy(model, moved)
-
-
-class _Saved:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
 def _kept(model: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], Any]) -> int:
     """Return the bytes that autograd keeps after a forward."""
-    alive = WeakSet[_Saved]()
-
-    def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
-        alive.add(saved)
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+    saved = SavedTensors()
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda one: one.tensor):
         output = model(*args, **kwargs)
         of_loss = loss(output)
         of_loss = _mean(output) if of_loss is None else of_loss
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     owned = storages_of([*model.parameters(), *model.buffers(), *given])
-    kept = storages_of([saved.tensor for saved in alive])
+    kept = saved.memories()
     del of_loss
     return sum([size for key, size in kept.items() if key not in owned])
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchgpipe.devices.torch_internals import pytree
 
-__all__ = ["Loaded", "configured", "function_of", "on_meta", "with_adapters"]
+__all__ = ["Loaded", "configured", "function_of", "moved_to_meta", "on_meta", "with_adapters"]
 
 #: The weights that share a scale of 32 bits.
 _BLOCK = 64
@@ -62,13 +62,20 @@ def on_meta(text: str) -> Loaded:
     with torch.device("meta"):
         model, sample, options = function_of(text)
     sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+    return Loaded(moved_to_meta(model), sample, options)
+
+
+def moved_to_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device; the model itself if it is there.
+
+    `Module.to` would give a parameter with two names a copy for each.
+    """
     if all(parameter.is_meta for parameter in model.parameters()):
-        return Loaded(model, sample, options)
-    # `Module.to` would give a parameter with two names a copy for each.
+        return model
     moved: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         moved[id(parameter)] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-    return Loaded(copy.deepcopy(model, moved), sample, options)
+    return copy.deepcopy(model, moved)
 
 
 def configured(name: str, dtype: torch.dtype, length: int) -> Loaded:
@@ -98,8 +105,7 @@ def configured(name: str, dtype: torch.dtype, length: int) -> Loaded:
             f"its cache, or file.py:function ({str(error).partition(chr(10))[0]})"
         ) from None
     config.use_cache = False
-    kinds = [getattr(transformers, kind, None) for kind in config.architectures or ()]
-    kind: Any = next((kind for kind in kinds if kind is not None), None)
+    kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         if kind is not None:
             config.dtype = dtype
@@ -122,14 +128,13 @@ def _sample(model: Any, dtype: torch.dtype, length: int) -> dict[str, Tensor]:
         row = {"input_ids": torch.zeros(1, length, dtype=torch.long, device="meta")}
     elif model.main_input_name == "pixel_values":
         height, width = sizes if isinstance(sizes, (list, tuple)) else (sizes, sizes)
-        pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width, dtype=dtype, device="meta")
-        row = {"pixel_values": pixels}
+        channels = getattr(config, "num_channels", 3)
+        row = {"pixel_values": torch.zeros(1, channels, height, width, dtype=dtype, device="meta")}
     else:
         raise ValueError(f"{kind} reads {model.main_input_name}; give a function that makes it with a sample")
     if "labels" in inspect.signature(model.forward).parameters:
-        of_row = "SequenceClassification" in kind or "ImageClassification" in kind
-        shape = (1,) if of_row or "input_ids" not in row else row["input_ids"].shape
-        row["labels"] = torch.zeros(shape, dtype=torch.long, device="meta")
+        of_row = "SequenceClassification" in kind or "input_ids" not in row
+        row["labels"] = torch.zeros(1 if of_row else (1, length), dtype=torch.long, device="meta")
     return row
 
 

@@ -167,8 +167,8 @@ def fit(
 
 def _ways(given: PlanInput, chunks: int, writes: Callable[..., str]) -> Iterator[Way]:
     """Yield the ways whose weights stay on their devices; a forward that is run again counts as time."""
-    n, one = len(given.devices), replace(given, devices=given.devices[:1])
-    ways = [("one card", problem_for(one, "1F1B", chunks, [0]))]
+    n, alone = len(given.devices), problem_for(replace(given, devices=given.devices[:1]), "1F1B", chunks, [0])
+    ways = [("one card", alone)]
     if n > 1:
         placed = problem_for(given, "1F1B", chunks, range(n))
         ways.append(("device_map", replace(placed, program=_one_by_one(placed.m, n))))
@@ -177,14 +177,14 @@ def _ways(given: PlanInput, chunks: int, writes: Callable[..., str]) -> Iterator
             if len(places) <= len(given.costs.layers):
                 ways.append((schedule, problem_for(given, schedule, chunks, places)))
     write = partial(writes, [layer.modules for layer in given.costs.layers])
-    alone = problem_for(one, "1F1B", chunks, [0]).outcome(Choice((len(given.costs.layers),))).seconds
+    seconds = alone.outcome(Choice((len(given.costs.layers),))).seconds
     for name, problem in ways:
         outcome = find_outcome(replace(problem, recomputes=False))
-        yield _way(name, problem, outcome, alone, write)
+        yield _way(name, problem, outcome, seconds, write)
         if problem.schedule == "1F1B":
             recomputed = frozenset(range(len(problem.layers) - 1))
             outcome = problem.outcome(Choice(outcome.choice.balance, recomputed))
-            yield _way(f"{name}, recomputed", problem, outcome, alone, write)
+            yield _way(f"{name}, recomputed", problem, outcome, seconds, write)
 
 
 def _one_by_one(m: int, n: int) -> Program:
