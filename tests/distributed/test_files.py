@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import shutil
@@ -181,6 +180,17 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
             method(1)
 
 
+def test_the_names_that_an_optimizer_has_do_not_tie_it_to_its_groups(tmp_path: Path) -> None:
+    """A bug: the names of a group were taken for a setting, so other groups, as other processes have, were refused."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    both = [{"params": [*layer.named_parameters(name)], "lr": 0.5} for name, layer in model.named_children()]
+    Checkpoints(tmp_path, model, torch.optim.SGD(both)).save(1)
+    optimizer = torch.optim.SGD(model.named_parameters())
+    Checkpoints(tmp_path, model, optimizer).load()
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.5 and group["param_names"] == [name for name, _ in model.named_parameters()]
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, (self.path,)
@@ -206,8 +216,8 @@ class Harmed(Checkpoints):
 
     harms: dict[int, Callable[[], Any]]
 
-    def _write_file(self, path: Path, content: io.BytesIO) -> None:
-        super()._write_file(path, content)
+    def _write_file(self, path: Path, *args: Any) -> None:
+        super()._write_file(path, *args)
         for step, harm in self.harms.items():
             if dist.get_rank() == 1 and path.parent.name.startswith(f"step-{step:08}"):
                 harm()

@@ -7,12 +7,13 @@ another balance or into the plain model.
 from __future__ import annotations
 
 import copy
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchgpipe.devices.generators import device_generator
+from torchgpipe.devices.generators import Generator, device_generator, go_on_from, state_of
 
 __all__ = [
     "collect_optimizer",
@@ -37,12 +38,13 @@ def restore_model(model: nn.Module, saved: dict[str, Any]) -> None:
 
 def collect_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings and the state of each parameter, by its name."""
-    names = verify_optimizer(model, optimizer)
-    return {
-        names[parameter]: {"settings": _settings(group), "state": optimizer.state.get(parameter, {})}
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    names, saved = verify_optimizer(model, optimizer), {}
+    for group in optimizer.param_groups:
+        # The names of a group, if the optimizer has them, are those of this process.
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for parameter in group["params"]:
+            saved[names[parameter]] = {"settings": settings, "state": optimizer.state.get(parameter, {})}
+    return saved
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -52,22 +54,19 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
         RuntimeError: ``saved`` lacks a parameter, or has different settings for the parameters of one group.
     """
     names = verify_optimizer(model, optimizer)
-    owned = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    _verify_saved([f"optimizer.{name}" for name in owned if name not in saved])
-    groups, index = [], 0
-    for group in optimizer.param_groups:
-        settings = _settings(group)
-        for k, parameter in enumerate(group["params"]):
-            name = names[parameter]
-            if k == 0:
-                settings = saved[name]["settings"]
-            elif saved[name]["settings"] != settings:
+    owned = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    _verify_saved([f"optimizer.{name}" for name in chain(*owned) if name not in saved])
+    groups, index = [], count()
+    for group, own in zip(optimizer.param_groups, owned):
+        settings = saved[own[0]]["settings"] if own else group
+        for name in own:
+            if saved[name]["settings"] != settings:
                 raise RuntimeError(
                     f"a group of the optimizer has parameters that were saved with different settings: '{name}' "
                     f"with {saved[name]['settings']}, others with {settings}; make the groups of the run that was saved"
                 )
-        groups.append({**settings, "params": [*range(index, index := index + len(group["params"]))]})
-    state = {k: saved[name]["state"] for k, name in enumerate(owned) if saved[name]["state"]}
+        groups.append({**settings, "params": [*islice(index, len(own))]})
+    state = {k: saved[name]["state"] for k, name in enumerate(chain(*owned)) if saved[name]["state"]}
     optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": groups}))
 
 
@@ -90,17 +89,14 @@ def verify_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def collect_random(model: nn.Module) -> dict[str, Tensor]:
     """Return the random states of the CPU and of the accelerators that ``model`` is on."""
-    others = {str(device): device_generator(device).get_state() for device in _accelerators(model)}
-    return {"cpu": torch.get_rng_state(), **others}
+    return {name: state_of(generator) for name, generator in _generators(model).items()}
 
 
 def restore_random(model: nn.Module, saved: dict[str, Tensor]) -> None:
     """Restore the random states of the devices that were saved; leave those of other devices."""
-    if "cpu" in saved:
-        torch.set_rng_state(saved["cpu"])
-    for device in _accelerators(model):
-        if str(device) in saved:
-            device_generator(device).set_state(saved[str(device)])
+    for name, generator in _generators(model).items():
+        if name in saved:
+            go_on_from(generator, saved[name])
 
 
 def _verify_saved(missing: list[str]) -> None:
@@ -108,9 +104,6 @@ def _verify_saved(missing: list[str]) -> None:
         raise RuntimeError(f"the checkpoint has no {', '.join(missing)}; load it into the model that was saved")
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _accelerators(model: nn.Module) -> set[torch.device]:
-    return {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
+def _generators(model: nn.Module) -> dict[str, Generator]:
+    devices = {torch.device("cpu"), *[parameter.device for parameter in model.parameters()]}
+    return {str(device): device_generator(device) for device in devices}
