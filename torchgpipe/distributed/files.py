@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ class Checkpoints:
     def save(self, step: int, state: Any = None, *, asynchronous: bool = False) -> None:
         """Save the model, the optimizer, the random state of each process, and ``state``.
 
-        Everything is first copied into host memory.
+        With ``asynchronous``, everything is first copied into host memory.
 
         Args:
             step: the number of the checkpoint; by default, the checkpoint with the largest number is loaded
@@ -122,11 +123,11 @@ class Checkpoints:
         }
         if self._optimizer is not None and self._writes_model:
             content["optimizer"] = collect_optimizer(self._model, self._optimizer)
-        copied = io.BytesIO()
-        torch.save(content, copied)
-        self._writing = self._writer.submit(self._write, step, copied)
-        if not asynchronous:
-            self.wait()
+        if asynchronous:
+            torch.save(content, copied := io.BytesIO())
+            self._writing = self._writer.submit(self._write, step, lambda file: file.write(copied.getbuffer()))
+        else:
+            self._write(step, partial(torch.save, content))
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is valid.
@@ -156,11 +157,14 @@ class Checkpoints:
         if step is not None:
             _verify_step(step)
         self.wait()
+        valid = self._steps.valid()
         if step is None:
-            step = self._last_step()
+            last = torch.tensor(max(valid, default=-1))
+            if self._group is not None:  # On a network file system, processes may see different folders.
+                dist.broadcast(last, group=self._group, group_src=0)
+            step = int(last)
             if step < 0:
                 return None
-        valid = self._steps.valid()
         if step not in valid:
             raise FileNotFoundError(
                 f"{self._steps.named(step)} is not there or not valid; valid are the steps {[*valid]}"
@@ -172,18 +176,11 @@ class Checkpoints:
         restore_random(self._model, content["random"].get(self._rank, {}))
         return copy.deepcopy(content["state"])
 
-    def _last_step(self) -> int:
-        """Return the last valid step, the same in every process; -1 if there is none."""
-        last = torch.tensor(max(self.steps(), default=-1))
-        if self._group is not None:  # On a network file system, processes may see different folders.
-            dist.broadcast(last, group=self._group, group_src=0)
-        return int(last)
-
-    def _write(self, step: int, content: io.BytesIO) -> None:
+    def _write(self, step: int, write: Callable[[IO[bytes]], object]) -> None:
         first = self._rank == 0
         try:
             self._together(lambda: self._steps.begin(step) if first else None)
-            self._together(lambda: self._write_file(self._steps.part(step) / f"rank-{self._rank:05}.pt", content))
+            self._together(lambda: self._write_file(self._steps.part(step) / f"rank-{self._rank:05}.pt", write))
             self._together(lambda: self._steps.publish(step) if first else None)
         except Exception as error:
             raise RuntimeError(
@@ -191,9 +188,9 @@ class Checkpoints:
                 "saved it, and the checkpoint before is still valid"
             ) from error
 
-    def _write_file(self, path: Path, content: io.BytesIO) -> None:
+    def _write_file(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
         with path.open("xb") as file:
-            file.write(content.getbuffer())
+            write(file)
             file.flush()
             os.fsync(file.fileno())  # Without it, a crash of the machine may leave a valid name and an empty file.
 
