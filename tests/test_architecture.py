@@ -82,7 +82,7 @@ CAPS = {
         "pipeline": 823,
         "front": 1357,
         "timeline": 479,
-        "distributed": 455,
+        "distributed": 454,
         "compat": 197,
         "integrations": 65,
         "command": 394,
@@ -91,7 +91,7 @@ CAPS = {
     "torchgpipe_balancing": {"balancing": 496, "planning": 1684},
 }
 #: The sum of all caps, to be lowered with them. It rose once, by the commands and what they count with.
-TOTAL = 18913
+TOTAL = 18912
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -131,6 +131,23 @@ def test_a_single_process_saves_for_another(tmp_path: Path) -> None:
     assert not torch.equal(values(model)["0.weight"], state["0.weight"])
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_has_plain_tensors_and_each_memory_once(asynchronous: bool, tmp_path: Path) -> None:
+    first, last = nn.Linear(50, 50, bias=False), nn.Linear(50, 50, bias=False)
+    last.weight = first.weight
+    settings = {"rates": [0.1]}
+    checkpoints = Checkpoints(tmp_path, nn.Sequential(first, last))
+    checkpoints.save(1, settings, asynchronous=asynchronous)
+    settings["rates"].append(0.2)
+    with torch.no_grad():
+        first.weight.zero_()
+    checkpoints.wait()
+    saved = torch.load(tmp_path / "step-00000001" / "rank-00000.pt", weights_only=True)
+    a, b = saved["model"].values()
+    assert type(a) is Tensor and a.data_ptr() == b.data_ptr() and bool(a.any())
+    assert saved["state"] == {"rates": [0.1]}
+
+
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     checkpoints = Checkpoints(tmp_path, model)

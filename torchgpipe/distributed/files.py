@@ -8,14 +8,12 @@ Nothing that is loaded can run code: ``torch.load(weights_only=True)`` accepts t
 from __future__ import annotations
 
 import copy
-import io
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +29,7 @@ from torchgpipe.distributed.training_state import (
     verify_optimizer,
 )
 from torchgpipe.front.pipelined_module import runs_of
+from torchgpipe.model.values import each
 
 __all__ = ["Checkpoints"]
 
@@ -116,7 +115,8 @@ class Checkpoints:
         _verify_step(step)
         self.wait()
         content = {
-            "model": self._model.state_dict() if self._writes_model else {},
+            # Parameters and not views of them, so that copies of tied ones are one.
+            "model": self._model.state_dict(keep_vars=asynchronous) if self._writes_model else {},
             "optimizer": {},
             "random": {self._rank: collect_random(self._model)},
             "state": state,
@@ -124,10 +124,10 @@ class Checkpoints:
         if self._optimizer is not None and self._writes_model:
             content["optimizer"] = collect_optimizer(self._model, self._optimizer)
         if asynchronous:
-            torch.save(content, copied := io.BytesIO())
-            self._writing = self._writer.submit(self._write, step, lambda file: file.write(copied.getbuffer()))
+            copies = {id(tensor): tensor.detach().to("cpu", copy=True) for _, tensor in each(content)}
+            self._writing = self._writer.submit(self._write, step, copy.deepcopy(content, copies))
         else:
-            self._write(step, partial(torch.save, content))
+            self._write(step, content)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is valid.
@@ -176,11 +176,11 @@ class Checkpoints:
         restore_random(self._model, content["random"].get(self._rank, {}))
         return copy.deepcopy(content["state"])
 
-    def _write(self, step: int, write: Callable[[IO[bytes]], object]) -> None:
+    def _write(self, step: int, content: dict[str, Any]) -> None:
         first = self._rank == 0
         try:
             self._together(lambda: self._steps.begin(step) if first else None)
-            self._together(lambda: self._write_file(self._steps.part(step) / f"rank-{self._rank:05}.pt", write))
+            self._together(lambda: self._write_file(self._steps.part(step) / f"rank-{self._rank:05}.pt", content))
             self._together(lambda: self._steps.publish(step) if first else None)
         except Exception as error:
             raise RuntimeError(
@@ -188,9 +188,9 @@ class Checkpoints:
                 "saved it, and the checkpoint before is still valid"
             ) from error
 
-    def _write_file(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    def _write_file(self, path: Path, content: dict[str, Any]) -> None:
         with path.open("xb") as file:
-            write(file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())  # Without it, a crash of the machine may leave a valid name and an empty file.
 
