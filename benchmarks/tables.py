@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import (
     balance,
     batch_norm,
+    checkpoints,
     distributed,
     fits,
     host_time,
@@ -42,8 +43,8 @@ RESULTS_PAGE = RESULTS / "README.md"
 
 #: Whose parts have tables.
 BENCHMARKS = (
-    *(balance, batch_norm, distributed, fits, host_time, mechanisms, memory, offload, plan, published, schedules),
-    *(simulated_gpus, training, windows, faults, packages, robustness),
+    *(balance, batch_norm, checkpoints, distributed, fits, host_time, mechanisms, memory, offload, plan, published),
+    *(schedules, simulated_gpus, training, windows, faults, packages, robustness),
 )
 
 

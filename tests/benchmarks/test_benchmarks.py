@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks import (
     batch_norm,
+    checkpoints,
     gpu,
     host_time,
     memory,
@@ -101,6 +102,7 @@ TINY = [
     ("training", "pipelined", "--shrink 64", "over naive placement"),
     ("training", "accuracy", "--batches 512 --epochs 1 --seeds 1 --devices cpu", "| pipeline-512 "),
     ("plan", "prediction", "--seeds 1", "| predicted / measured step, off 1 in the median "),
+    ("checkpoints", "checkpoints", "--turns 1", "| tiny    | DCP  | "),
     ("batch_norm", "batch_norm", "--pairs 1 --turns 1 --peers ours", "ours in forward: at most"),
 ]
 FEW = {
@@ -134,6 +136,7 @@ def test_every_part_of_every_program_runs(
     monkeypatch.setattr(windows, "taken_in_turns", lambda runs, _, measure: turns(runs, 1, measure))
     monkeypatch.setattr(schedules, "ROWS", 2)
     monkeypatch.setattr(training_cores, "PLACES", {name: training_cores.PLACES[name] for name in NAMES[:2]})
+    monkeypatch.setattr(checkpoints, "CASES", {"tiny": (2, 3)})
     monkeypatch.setattr(batch_norm, "SHAPE", (4, 2, 3, 3))
     tiny = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     monkeypatch.setitem(plan_models.FAMILIES, "mlp", lambda random: (tiny, torch.randn(4, 8)))
