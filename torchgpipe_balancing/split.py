@@ -44,21 +44,24 @@ def best_split(
     unit = max(costs) or 1.0  # Squares of numbers of any magnitude stay finite.
     loads = sums_between([cost / unit for cost in costs])
     loads[np.tril_indices_from(loads)] = inf  # No partition is empty.
+    spare = len(costs) - len(slowness)  # Partition j begins at one of the cuts j to j + spare.
     cuts, bound = None, inf
     for join in (np.maximum, lambda load, rest: load * load + rest):
-        rest, ends = np.full(len(loads), inf), list[Any]()
+        rest, ends = np.full(spare + 1, inf), list[Any]()
         rest[-1] = 0.0
         for j in reversed(range(len(slowness))):
-            load = loads * slowness[j]
+            starts, stops = slice(j, j + spare + 1), slice(j + 1, j + spare + 2)
+            load = loads[starts, stops] * slowness[j]
             joined = join(load, rest)
             joined[load > bound] = inf
             if fits is not None:
-                joined[~fits[j]] = inf
+                joined[~fits[j][starts, stops]] = inf
             ends.insert(0, joined.argmin(axis=1))
             rest = joined.min(axis=1)
         if rest[0] == inf:
             return None
-        cuts = [int(cut) for cut in accumulate(ends, lambda cut, of_cut: of_cut[cut], initial=0)]
+        begun = accumulate(ends, lambda after, of_cut: int(of_cut[after]), initial=0)  # counted from cut j
+        cuts = [j + after for j, after in enumerate(begun)]
         spans = zip(pairwise(cuts), slowness)
         bound = max([loads[start, end] * factor for (start, end), factor in spans]) * (1 + _ROUNDING)
     return cuts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,13 @@ from torch import nn
 def layers():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(8)])
     return model, torch.randn(4, 64), {"loss_fn": lambda output, target: output.square().mean(), "reduce": "mean"}
+
+def with_target():
+    model, sample, _ = layers()
+    return model, sample, {"loss_fn": nn.functional.mse_loss, "target": torch.randn(4, 64)}
+
+def without_target():
+    return *with_target()[:2], {"loss_fn": nn.functional.mse_loss}
 
 def broken():
     raise ZeroDivisionError("a bug\\nof the user")
@@ -97,7 +105,9 @@ def test_a_schedule_is_drawn_and_told(capsys: pytest.CaptureFixture[str], tmp_pa
         ("fit {users}:layers --devices 2x1GiB --batch 0", "--batch and --length must be 1 or more"),
         ("fit {users}:layers --devices 2x1GiB --lora 0", "--lora must be a rank of 1 or more"),
         ("fit {users}:nothing --devices 2x1GiB", "must return a module and a sample, .* but returned int"),
-        ("fit {users}:broken --devices 2x1GiB", "a bug of the user"),
+        ("fit {users}:broken --devices 2x1GiB", "ZeroDivisionError: a bug of the user"),
+        ("fit {users}:without_target --devices 2x1GiB", "loss_fn failed without a target; give that of the sample"),
+        ("plan {users}:without_target --batch 8", "loss_fn failed without a target; give that of the sample"),
         ("fit /nowhere --devices 2x1GiB", "transformers reads no configuration from '/nowhere'"),
     ],
 )
@@ -180,10 +190,19 @@ def test_what_fits_is_counted(users: Path, capsys: pytest.CaptureFixture[str]) -
             assert names["loss"].isfinite()
 
 
+def test_a_loss_function_has_its_target_and_ways_need_a_layer_a_device(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = data(capsys, "fit", f"{users}:with_target", "--devices", "9x4MiB")
+    assert [way["name"] for way in told["ways"]] == ["one card", "one card, recomputed", "offload"]
+    line = ["plan", f"{users}:with_target", "--batch", 8, "--devices", "cpu:0,cpu:1", "--seconds", 0]
+    assert sum(data(capsys, *line)["balance"]) == 8
+
+
 def test_a_model_that_looks_at_values_is_counted_with_fused_attention(users: Path) -> None:
     from torchgpipe_balancing.planning.fit import fit
 
-    model, sample, options = on_meta(f"{users}:reading")
+    model, sample, _, options = on_meta(f"{users}:reading")
     found = fit(model, sample, read_memories("1MiB,2 MiB"), batch=8, options=options)
     matrices = 4 * 2 * 4 * 64 * 64 * 4  # Of all pairs of tokens, by layer and head.
     assert 0 < found.activations < matrices
@@ -227,12 +246,17 @@ def test_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lora["weights"] - four["weights"] == linear * (4 - 1 / 2)
 
 
-def test_python_runs_the_commands() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torchgpipe", "schedule", "1F1B"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert done.stdout.startswith("device 0 F0")
+def test_python_runs_the_commands_without_what_libraries_warn_of(users: Path) -> None:
+    users.write_text(f"import logging, warnings; warnings.warn('old'); logging.warning('odd'){USERS}")
+    command = [sys.executable, "-m", "torchgpipe", "fit", f"{users}:layers", "--devices", "2x4MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("264,704 parameters") and not done.stderr
+
+
+def test_a_pipe_that_is_closed_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "torchgpipe", "schedule", "1F1B"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

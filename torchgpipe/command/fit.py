@@ -54,6 +54,7 @@ def run(given: argparse.Namespace) -> Report:
         model,
         made.sample,
         memory,
+        target=made.target,
         batch=given.batch,
         optimizer=OPTIMIZERS[given.optimizer],
         options=made.options,

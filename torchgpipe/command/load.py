@@ -25,10 +25,11 @@ _BLOCK = 64
 
 
 class Loaded(NamedTuple):
-    """A model, a sample, and perhaps arguments of its pipeline."""
+    """A model, a sample, and perhaps the target of its loss function and arguments of its pipeline."""
 
     model: nn.Module
     sample: Any
+    target: Any
     options: dict[str, Any]
 
 
@@ -52,17 +53,18 @@ def function_of(text: str) -> Loaded:
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ValueError(
             f"{name} must return a module and a sample, or these and a dict of arguments of the pipeline, such as "
-            f"{{'loss_fn': ...}}, but returned {type(made).__name__}"
+            f"{{'loss_fn': ..., 'target': ...}}, but returned {type(made).__name__}"
         )
-    return Loaded(made[0], made[1], dict(made[2]) if len(made) == 3 else {})
+    options = dict(made[2]) if len(made) == 3 else {}
+    return Loaded(made[0], made[1], options.pop("target", None), options)
 
 
 def on_meta(text: str) -> Loaded:
     """Return what a function in a file returns, made on the meta device."""
     with torch.device("meta"):
-        model, sample, options = function_of(text)
-    sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
-    return Loaded(moved_to_meta(model), sample, options)
+        model, sample, target, options = function_of(text)
+    sample, target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (sample, target))
+    return Loaded(moved_to_meta(model), sample, target, options)
 
 
 def moved_to_meta(model: nn.Module) -> nn.Module:
@@ -115,7 +117,7 @@ def configured(name: str, dtype: torch.dtype, length: int) -> Loaded:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             except ValueError:
                 model = transformers.AutoModel.from_config(config, dtype=dtype)
-    return Loaded(model.train(), _sample(model, dtype, length), {})
+    return Loaded(model.train(), _sample(model, dtype, length), None, {})
 
 
 def _sample(model: Any, dtype: torch.dtype, length: int) -> dict[str, Tensor]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -39,15 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own.add_argument("--json", action="store_true", help="print JSON, for programs")
         own.add_argument("--traceback", action="store_true", help="of an error, print all that Python tells")
     given = parser.parse_args(arguments)
+    if arguments is None:  # What libraries warn of is not about the user's command.
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
     try:
         report = _COMMANDS[given.command].run(given)
+        print(json.dumps(report.data, indent=1) if given.json else report.text, flush=True)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # Such as that of `| head`; Python would print an error as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if given.traceback:
             raise
-        told = " ".join(str(error).split()) or type(error).__name__
-        print(f"{parser.prog} {given.command}: {told}", file=sys.stderr)
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        print(f"{parser.prog} {given.command}: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print(json.dumps(report.data, indent=1) if given.json else report.text)
     return 0

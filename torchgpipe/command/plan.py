@@ -50,6 +50,7 @@ def run(given: argparse.Namespace) -> Report:
         memory=read_memories(given.memory) if given.memory else None,
         optimizer=OPTIMIZERS[given.optimizer],
         seconds=given.seconds,
+        target=tested.target,
         **tested.options,
     )
     if given.svg:

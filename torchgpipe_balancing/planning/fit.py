@@ -24,7 +24,7 @@ from torchgpipe_balancing.planning.candidates import PlanInput, find_outcome, mo
 from torchgpipe_balancing.planning.costs import Costs
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.model_under_test import ModelUnderTest
-from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
+from torchgpipe_balancing.planning.offload import MOST_PARTITIONS, OffloadPlan, plan_offload
 from torchgpipe_balancing.planning.on_meta import either_way, operations_counter
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Choice, Device, Outcome, Problem
@@ -113,6 +113,7 @@ def fit(
     sample: Any,
     memory: Sequence[float],
     *,
+    target: Any = None,
     batch: int | None = None,
     optimizer: Optimizer = torch.optim.AdamW,
     options: Mapping[str, Any] = {},
@@ -124,6 +125,7 @@ def fit(
         model: a model on the meta device
         sample: a micro-batch, as for :func:`torchgpipe.plan`
         memory: the bytes of each device, of which a tenth is left free
+        target: the target of the loss function, with the rows of the sample
         batch: the rows of a mini-batch (default: four micro-batches for each device)
         optimizer: as for :func:`torchgpipe.plan`
         options: further arguments of the pipeline, such as ``loss_fn``
@@ -134,14 +136,15 @@ def fit(
 
     def count() -> tuple[ModelUnderTest, Costs, int, int, tuple[OffloadPlan | None, float]]:
         tell("the model")
-        tested = ModelUnderTest(model, sample, None, most_partitions(RESIDENT, len(devices)), options)
+        tested = ModelUnderTest(model, sample, target, most_partitions(RESIDENT, len(devices)), options)
         rows = min(batch or tested.rows, tested.rows)
         whole = batch or 4 * len(devices) * rows
         costs = measured(tested, [torch.device("meta")], [1.0], whole, [rows], seconds=0)
         with operations_counter() as counter:
             tested.plain(rows)
         tell("weights in host memory")
-        offloaded = plan_offload(model, sample, None, whole, devices, (ceil(whole / rows),), (True, False), options)
+        finest = tested.with_layers_for(MOST_PARTITIONS)
+        offloaded = plan_offload(finest, sample, whole, devices, (ceil(whole / rows),), (True, False), options)
         return tested, costs, whole, counter.get_total_flops(), offloaded
 
     tested, costs, whole, operations, offloaded = either_way(count)
@@ -169,7 +172,7 @@ def _ways(given: PlanInput, chunks: int, writes: Callable[..., str]) -> Iterator
     """Yield the ways whose weights stay on their devices; a forward that is run again counts as time."""
     n, alone = len(given.devices), problem_for(replace(given, devices=given.devices[:1]), "1F1B", chunks, [0])
     ways = [("one card", alone)]
-    if n > 1:
+    if 1 < n <= len(given.costs.layers):
         placed = problem_for(given, "1F1B", chunks, range(n))
         ways.append(("device_map", replace(placed, program=_one_by_one(placed.m, n))))
         for schedule in RESIDENT:

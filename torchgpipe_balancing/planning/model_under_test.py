@@ -6,6 +6,7 @@ own, to measure the layers, or as the plan will have it.
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -99,8 +100,16 @@ class ModelUnderTest:
             self._arguments = partial(self._studied.splitter.resized, self._sample)
         if not self.rows:
             raise ValueError("the sample has no rows: no tensor in it has a dimension 0 to split")
-        if isinstance(model, nn.Sequential):
-            names = list(layers_of(model))
+        self._split(partitions, options)
+        has_loss = has_own_loss or "loss_fn" in options
+        self._options = {**({} if has_loss else {"loss_fn": _mean_of_all, "reduce": "mean"}), **options}
+        known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
+        self.loss = "loss_fn" if "loss_fn" in options else known
+
+    def _split(self, partitions: int, options: Mapping[str, Any]) -> None:
+        """Find the layers."""
+        if isinstance(self._model, nn.Sequential):
+            names = list(layers_of(self._model))
             self.layers = [[name] for name in names]
             self._layer_of = lambda name: names.index(name.partition(".")[0])
         else:
@@ -108,10 +117,12 @@ class ModelUnderTest:
             parts = range(len(settings.devices))
             self.layers = [[name for name, k in settings.doors.items() if k == part] for part in parts]
             self._layer_of = settings.column_of
-        has_loss = has_own_loss or "loss_fn" in options
-        self._options = {**({} if has_loss else {"loss_fn": _mean_of_all, "reduce": "mean"}), **options}
-        known = "the model's own" if has_own_loss else "none: the mean of the output stands in"
-        self.loss = "loss_fn" if "loss_fn" in options else known
+
+    def with_layers_for(self, partitions: int) -> ModelUnderTest:
+        """Return the same copy, with the layers that there are for so many partitions."""
+        other = copy.copy(self)
+        other._split(partitions, self._options)
+        return other
 
     def _each_part_apart(self, partitions: int, options: Mapping[str, Any]) -> Settings:
         """Return the settings with which each part of the spine, as it is for so many partitions, is one of its own."""
@@ -151,11 +162,14 @@ class ModelUnderTest:
         with SkipTracker():
             output = self._model(*args, **kwargs)
         loss_fn = self._options.get("loss_fn")
-        return (
-            own_loss(output)
-            if loss_fn is None
-            else loss_fn(output, self._beside(resized(self._target, self.rows, rows)))
-        )
+        if loss_fn is None:
+            return own_loss(output)
+        try:
+            return loss_fn(output, self._beside(resized(self._target, self.rows, rows)))
+        except Exception as error:
+            if self._target is not None:
+                raise
+            raise ValueError(f"loss_fn failed without a target; give that of the sample, target= ({error})") from error
 
     def pipeline(self, config: Config) -> tuple[nn.Module, Callable[..., Any]]:
         """Pipeline the copy; return it, and what runs a step on so many rows."""

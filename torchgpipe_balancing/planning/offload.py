@@ -31,13 +31,14 @@ from torchgpipe_balancing.planning.measure import make_costs
 from torchgpipe_balancing.planning.model_under_test import Config, ModelUnderTest, apply
 from torchgpipe_balancing.planning.problem import CellCosts, Device, Layer, Problem
 
-__all__ = ["OffloadPlan", "plan_offload"]
+__all__ = ["MOST_PARTITIONS", "OffloadPlan", "plan_offload"]
 
 #: The partitions whose weights have room on a device at a time: one computes while the other's weights come. More slots
 #: for smaller partitions would move as much.
 _SLOTS = 2
 
-_MOST_PARTITIONS = 1024
+#: As many as there are layers, for any model.
+MOST_PARTITIONS = 1024
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,8 @@ class OffloadPlan:
 
 
 def plan_offload(
-    model: nn.Module,
+    tested: ModelUnderTest,
     sample: Any,
-    target: Any,
     batch: int,
     planned: Sequence[Device],
     chunks: Sequence[int],
@@ -96,14 +96,25 @@ def plan_offload(
 ) -> tuple[OffloadPlan | None, float]:
     """Plan for weights in host memory; see :func:`torchgpipe.plan`.
 
+    Args:
+        tested: the model, with layers for `MOST_PARTITIONS`
+        sample: the sample for the pipeline
+        batch: the rows of a mini-batch
+        planned: the devices
+        chunks: the numbers of micro-batches to try
+        recompute: whether to try it with recomputation, without, or both
+        options: further arguments of the pipeline
+
     Returns:
         the plan with the fewest bytes up, and the bytes of memory that the one with the least needs on a device
     """
-    tested = ModelUnderTest(model, sample, target, _MOST_PARTITIONS, {**options, "offload": True, "slots": 1})
     costs = _counted(tested, rows_of(batch, max(chunks)))
     best, least, n = None, math.inf, len(planned)
-    for recomputes, count, partitions in product(sorted(recompute), chunks, _numbers(n, len(costs.layers))):
-        made = _made(costs, planned, batch, count, partitions, recomputes=recomputes)
+    sizes = [1 + layer.parameters for layer in costs.layers]
+    speeds = [[1 / planned[j % n].slowness for j in range(count)] for count in _numbers(n, len(sizes))]
+    balances = [partition(sizes, speeds=of_places) for of_places in speeds]
+    for recomputes, count, balance in product(sorted(recompute), chunks, balances):
+        made = _made(costs, planned, batch, count, balance, recomputes=recomputes)
         least = min(least, max(made.memory))
         fits = all(size <= device.memory for size, device in zip(made.memory, planned))
         # Recomputation is for what does not fit otherwise.
@@ -122,14 +133,11 @@ def _numbers(n: int, layers: int) -> Iterator[int]:
 
 
 def _made(
-    costs: Costs, devices: Sequence[Device], batch: int, chunks: int, partitions: int, *, recomputes: bool
+    costs: Costs, devices: Sequence[Device], batch: int, chunks: int, balance: Sequence[int], *, recomputes: bool
 ) -> OffloadPlan:
-    """Return a plan with so many partitions and micro-batches, which may not fit."""
+    """Return a plan with these partitions and so many micro-batches, which may not fit."""
     n, rows = len(devices), rows_of(batch, chunks)
-    places = [j % n for j in range(partitions)]
-    balance = partition(
-        [1 + layer.parameters for layer in costs.layers], speeds=[1 / devices[k].slowness for k in places]
-    )
+    places = [j % n for j in range(len(balance))]
     spans = list(pairwise(accumulate(balance, initial=0)))
     weights = [sum([layer.parameters for layer in costs.layers[a:b]]) for a, b in spans]
     trained = [sum([layer.trained for layer in costs.layers[a:b]]) for a, b in spans]

@@ -34,7 +34,7 @@ from torchgpipe_balancing.planning.candidates import (
 from torchgpipe_balancing.planning.check import Check, try_out
 from torchgpipe_balancing.planning.measure import measured
 from torchgpipe_balancing.planning.model_under_test import ModelUnderTest, release_memory
-from torchgpipe_balancing.planning.offload import OffloadPlan, plan_offload
+from torchgpipe_balancing.planning.offload import MOST_PARTITIONS, OffloadPlan, plan_offload
 from torchgpipe_balancing.planning.on_meta import as_on_accelerator
 from torchgpipe_balancing.planning.optimizer import Optimizer, states_of
 from torchgpipe_balancing.planning.problem import Device as PlannedDevice
@@ -159,8 +159,10 @@ def plan(
     counts = _chunks(chunks, batch, len(places), model)
     if offload:
         recompute = (True, False) if checkpoint else (False,)
-        with undisturbed(places):
-            best, least = plan_offload(model, sample, target, batch, planned, counts, recompute, options)
+        with undisturbed(places), as_on_accelerator() if on_meta else nullcontext():
+            tested = ModelUnderTest(model, sample, target, MOST_PARTITIONS, options)
+            best, least = plan_offload(tested, sample, batch, planned, counts, recompute, options)
+        del tested
         release_memory(places)
         if best is None:
             more = f"{shown_size(least / (1 - margin))} on each device, or smaller micro-batches (chunks)"
