@@ -20,7 +20,10 @@ from tests.conftest import with_accelerators
 from tests.test_public import PUBLIC, named
 from torchgpipe.schedule import program, simulate
 
-pytestmark = pytest.mark.usefixtures("rounded")
+pytestmark = [
+    pytest.mark.usefixtures("rounded"),
+    pytest.mark.filterwarnings("ignore:torchgpipe.pipelined. cpu.0 is the only device here"),
+]
 
 ROOT = Path(torchgpipe.__file__).parent.parent
 MARKDOWN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]

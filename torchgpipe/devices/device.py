@@ -70,11 +70,22 @@ def default_device() -> torch.device:
 
 
 def default_devices(n: int) -> list[torch.device]:
-    """Return all accelerators of the machine, or the CPU ``n`` times if there is no accelerator."""
+    """Return all accelerators of the machine, or the CPU ``n`` times if there is no accelerator.
+
+    Raises:
+        RuntimeError: a launcher has started several processes, each of which would use all accelerators.
+    """
     accelerator = _accelerator()
     if accelerator is None:
         return [torch.device("cpu")] * n
-    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    count, processes = torch.accelerator.device_count(), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if count > 1 and processes != "1":
+        raise RuntimeError(
+            f"a launcher (torchrun, accelerate launch) has started {processes} processes here, and each would use all "
+            f"{count} devices; start the script with python alone, or give each process devices= of its own, for "
+            "replicas, or mesh=, for a pipeline over processes"
+        )
+    return [torch.device(accelerator.type, index) for index in range(count)]
 
 
 def working_devices() -> list[torch.device]:

@@ -238,6 +238,12 @@ def pipelined(
     if limits is not None:
         verify_fits(_sizes(module, settings), limits[0])
     verify_fitting(settings, schedule)
+    if devices is None and limits is None and processes is None and len({*places}) == 1:
+        warnings.warn(
+            f"torchgpipe.pipelined: {places[0]} is the only device here, so there is one partition, which saves no "
+            "weights; give devices= of several, or offload=True where a model is larger than the device",
+            stacklevel=2,
+        )
     verify_links(settings.devices, 2)
     if processes is not None:
         begin_alike(module, settings, processes)
@@ -353,8 +359,7 @@ def _devices(
         n = n or (1 + max(counts, default=0) if isinstance(balance, Mapping) else len(counts))
     if isinstance(devices, (str, int, torch.device)):
         raise TypeError(
-            f"devices must be a list with a device for each partition, such as {[str(devices)] * 2}, but got "
-            f"{devices!r}"
+            f"devices must be a list of each partition's device, such as ['cuda:0', 'cuda:1'], but got {devices!r}"
         )
     if devices is not None:
         own = [canonical_device(device) for device in devices]
