@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "FUSED_ATTENTION",
     "GROUPED_PRODUCT",
+    "PLAIN_ATTENTION",
     "READ_VALUE",
     "BatchNormBase",
     "DispatchMode",
@@ -40,6 +41,7 @@ __all__ = [
     "all_nonzero",
     "apply_directly",
     "at_end_of_pass",
+    "attention_on_meta",
     "base_of",
     "caches_parametrizations",
     "call_hooks",
@@ -460,9 +462,21 @@ READ_VALUE = torch.ops.aten._local_scalar_dense.default
 
 #: Attention by a fused kernel, which has a meta kernel; that of the meta device itself is the plain formula. Since 2.2.
 FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+PLAIN_ATTENTION = torch.ops.aten._scaled_dot_product_attention_math
 
 #: The products of a model's experts in one operation, which `FlopCounterMode` does not know. Since 2.8.
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm
+
+
+@contextmanager
+def attention_on_meta(computes: Callable[..., Tensor]) -> Iterator[None]:
+    """Let a function compute attention on the meta device in a ``with`` block, wherever it is called. Since 2.2.
+
+    A function mode would not see the attention within `torch.nn.functional.multi_head_attention_forward`.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("scaled_dot_product_attention", computes, "AutogradMeta")
+        yield
 
 
 def all_nonzero() -> AbstractContextManager[Any]:

@@ -66,6 +66,7 @@ class Fit:
         chunks: the micro-batches of a mini-batch
         activations: the bytes that a micro-batch of the plain model keeps for its backward
         operations: the floating point operations of forward of a micro-batch
+        guessed: whether the model reads numbers from tensors, which were taken for 1
         ways: the ways to train
     """
 
@@ -77,6 +78,7 @@ class Fit:
     chunks: int
     activations: int
     operations: int
+    guessed: bool
     ways: tuple[Way, ...]
 
     def __str__(self) -> str:
@@ -94,6 +96,7 @@ class Fit:
                 )
             )
         best = max([way for way in self.ways if way.fits], key=lambda way: way.speed, default=None)
+        guess = "the model reads numbers from tensors, which were taken for 1: what follows from them is off"
         written = ["nothing fits: give more or larger devices, or train fewer weights, as by --lora"]
         if best is not None:
             written = [f"the fastest that fits is {best.name}:", *["    " + line for line in best.write.splitlines()]]
@@ -103,6 +106,7 @@ class Fit:
                 f"{self.chunks} micro-batches of {self.rows}: each keeps {sizes[3]}, and takes {self.operations:.3g} "
                 "operations forward",
                 "what fits leaves a tenth of a device free; idle and speed follow from operations, without copies",
+                *[guess] * self.guessed,
                 *["", *table(rows, words=(0, 1, 4)), "", *written],
             ]
         )
@@ -147,7 +151,7 @@ def fit(
         offloaded = plan_offload(finest, sample, whole, devices, (ceil(whole / rows),), (True, False), options)
         return tested, costs, whole, counter.get_total_flops(), offloaded
 
-    tested, costs, whole, operations, offloaded = either_way(count)
+    (tested, costs, whole, operations, offloaded), guessed = either_way(count)
     rows = costs.rows[0]
     chunks = ceil(whole / rows)
     given = PlanInput(costs, devices, whole, 1.0 + states)
@@ -164,6 +168,7 @@ def fit(
         chunks=chunks,
         activations=round(sum([layer.kept for layer in costs.layers_at(rows, 0.0)])),
         operations=operations,
+        guessed=guessed,
         ways=(*_ways(given, chunks, writes), _offloaded(given, chunks, *offloaded, writes)),
     )
 

@@ -8,21 +8,22 @@ And attention keeps what fused kernels keep, no matrix of all pairs, as the plai
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from torchgpipe.devices.torch_internals import (
     FUSED_ATTENTION,
     GROUPED_PRODUCT,
+    PLAIN_ATTENTION,
     READ_VALUE,
     DispatchMode,
     all_nonzero,
+    attention_on_meta,
 )
 
 __all__ = ["as_on_accelerator", "either_way", "operations_counter"]
@@ -30,32 +31,30 @@ __all__ = ["as_on_accelerator", "either_way", "operations_counter"]
 T = TypeVar("T")
 
 
-def as_on_accelerator(*, answer: bool = True) -> ExitStack:
-    """Return a context in which models run on the meta device as on an accelerator.
+@contextmanager
+def as_on_accelerator(*, answer: bool = True) -> Iterator[_Values]:
+    """Run models on the meta device as on an accelerator, and yield what answers where they look at values.
 
     Args:
         answer: what the model is told where it looks at a value
     """
-    stack = ExitStack()
-    stack.enter_context(_Values(answer))
-    stack.enter_context(_Attention())
-    stack.enter_context(all_nonzero())
-    return stack
+    with _Values(answer) as values, attention_on_meta(_fused), all_nonzero():
+        yield values
 
 
-def either_way(run: Callable[[], T]) -> T:
-    """Return what ``run`` returns in that context, with the answer no if it fails with yes.
+def either_way(run: Callable[[], T]) -> tuple[T, bool]:
+    """Return what ``run`` returns in that context, the answer no if it fails with yes, and whether it read numbers.
 
     Raises:
         Exception: it fails both ways; this is the error with the answer yes.
     """
     try:
-        with as_on_accelerator():
-            return run()
+        with as_on_accelerator() as values:
+            return run(), values.numbers
     except Exception as error:
         try:
-            with as_on_accelerator(answer=False):
-                return run()
+            with as_on_accelerator(answer=False) as values:
+                return run(), values.numbers
         except Exception:
             raise error from None
 
@@ -76,30 +75,23 @@ def _count_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 
 class _Values(DispatchMode):  # type: ignore[no-untyped-call]
-    """Answers for values."""
+    """Answers for values.
+
+    Attributes:
+        numbers: whether a number was read, which is more than an answer
+    """
 
     def __init__(self, answer: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answer = answer
+        self._answer, self.numbers = answer, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is READ_VALUE and args[0].is_meta:
+            self.numbers |= args[0].dtype is not torch.bool
             return torch.full((), self._answer or args[0].dtype is not torch.bool, dtype=args[0].dtype).item()
         if func is GROUPED_PRODUCT.default and args[0].is_meta:  # That of the meta device wants bfloat16.
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         return func(*args, **(kwargs or {}))
-
-
-class _Attention(TorchFunctionMode):
-    """Computes attention by a fused kernel."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention and args[:1] and args[0].is_meta:
-            found = _fused(*args, **kwargs)
-            if found is not None:
-                return found
-        return func(*args, **kwargs)
 
 
 def _fused(
@@ -111,13 +103,17 @@ def _fused(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor | None:
-    """Return attention; None if no fused kernel computes it: of a bias that is trained, or of other sizes of values."""
-    if (attn_mask is not None and attn_mask.requires_grad) or query.shape[-1] != value.shape[-1]:
-        return None
+) -> Tensor:
+    """Return attention, by the plain formula where no fused kernel computes it: of a bias that is trained, of values of
+    another size, without one of the four dimensions, or with dropout, for which the CPU has none.
+    """
+    output: Tensor
+    is_trained = attn_mask is not None and attn_mask.requires_grad
+    if is_trained or dropout_p or query.shape[-1] != value.shape[-1] or query.dim() != 4:
+        more = {"scale": scale, "enable_gqa": enable_gqa}
+        output = PLAIN_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **more)[0]
+        return output
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
-    if query.dim() != 4:
-        query, key, value = [tensor.reshape(-1, *tensor.shape[-3:]) for tensor in (query, key, value)]
-    output: Tensor = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    output = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
