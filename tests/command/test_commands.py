@@ -102,6 +102,7 @@ def test_a_schedule_is_drawn_and_told(capsys: pytest.CaptureFixture[str], tmp_pa
         ("fit {users}:layers", "required: --devices"),
         ("fit {users}:layers --devices two", "a size is a number of bytes"),
         ("fit {users}:layers --devices 0x2GiB", "devices are given as 2x24GiB"),
+        ("fit {users}:layers --devices 2x24", "devices are given as 2x24GiB, or 24GiB,16GiB, but got '2x24'"),
         ("fit {users}:layers --devices 2x1GiB --batch 0", "--batch and --length must be 1 or more"),
         ("fit {users}:layers --devices 2x1GiB --lora 0", "--lora must be a rank of 1 or more"),
         ("fit {users}:nothing --devices 2x1GiB", "must return a module and a sample, .* but returned int"),
@@ -235,12 +236,25 @@ def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 2 * half["weights"] == told["weights"]
 
 
-def test_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_whose_model_reads_more_than_a_row_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.CLIPConfig(text_config=sizes, vision_config=sizes, architectures=["CLIPModel"])
+    config.save_pretrained(tmp_path)
+    assert main(["fit", str(tmp_path), "--devices", "2x1GiB"]) == 1
+    assert "with input_ids the model fails; give a function that makes it with a sample" in capsys.readouterr().err
+
+
+def test_adapters(tmp_path: Path, users: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     line = ["fit", configuration(tmp_path), "--devices", "2x1GiB", "--dtype", "fp32"]
     whole, lora, four = [data(capsys, *line, *option) for option in ([], ["--lora", 16], ["--frozen-4bit"])]
     assert lora["gradients"] == four["gradients"] == lora["weights"] - whole["weights"]
     assert lora["parameters"] == four["parameters"] == whole["parameters"] + lora["gradients"] // 4
+    half = data(capsys, "fit", f"{users}:layers", "--devices", "2x1GiB", "--lora", 4, "--dtype", "bf16")
+    assert half["gradients"] == 4 * 8 * 2 * 4 * (64 + 256)  # In float32, as PEFT has them.
     # All weights but those of the embedding, the norms and the head, in place of 32 bits; a scale for each 64.
     linear = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     assert lora["weights"] - four["weights"] == linear * (4 - 1 / 2)

@@ -44,22 +44,22 @@ def run(given: argparse.Namespace) -> Report:
     memory = read_memories(given.devices)
     if (given.batch is not None and given.batch < 1) or given.length < 1:
         raise ValueError(f"--batch and --length must be 1 or more, but got {given.batch} and {given.length}")
-    dtype = _DTYPES[given.dtype or "bf16"]
+    dtype = _DTYPES.get(given.dtype)
     is_function = given.model.rpartition(":")[0].endswith(".py")
-    made = on_meta(given.model) if is_function else configured(given.model, dtype, given.length)
-    model = made.model.to(dtype) if is_function and given.dtype else made.model
+    made = on_meta(given.model, dtype) if is_function else configured(given.model, dtype, given.length)
+    model = made.model
     if given.lora is not None or given.frozen_4bit:
         model = with_adapters(model, given.lora, four_bits=given.frozen_4bit)
-    found = fit(
-        model,
-        made.sample,
-        memory,
-        target=made.target,
-        batch=given.batch,
-        optimizer=OPTIMIZERS[given.optimizer],
-        options=made.options,
-        tell=_tell,
-    )
+    more = {"batch": given.batch, "optimizer": OPTIMIZERS[given.optimizer], "options": made.options, "tell": _tell}
+    try:
+        found = fit(model, made.sample, memory, target=made.target, **more)
+    except Exception as error:
+        if is_function:
+            raise
+        read = " and ".join(made.sample)
+        raise ValueError(
+            f"with {read} the model fails; give a function that makes it with a sample ({error})"
+        ) from error
     _tell("")
     data = asdict(found)
     data["ways"] = [way._asdict() for way in found.ways]

@@ -59,12 +59,16 @@ def function_of(text: str) -> Loaded:
     return Loaded(made[0], made[1], options.pop("target", None), options)
 
 
-def on_meta(text: str) -> Loaded:
-    """Return what a function in a file returns, made on the meta device."""
+def on_meta(text: str, dtype: torch.dtype | None = None) -> Loaded:
+    """Return what a function in a file returns, made on the meta device, floating point numbers perhaps in a type."""
     with torch.device("meta"):
         model, sample, target, options = function_of(text)
-    sample, target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (sample, target))
-    return Loaded(moved_to_meta(model), sample, target, options)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to("meta", dtype if tensor.is_floating_point() else None)
+
+    sample, target = pytree.tree_map_only(Tensor, moved, (sample, target))
+    return Loaded(moved_to_meta(model).to(dtype), sample, target, options)
 
 
 def moved_to_meta(model: nn.Module) -> nn.Module:
@@ -80,33 +84,30 @@ def moved_to_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, moved)
 
 
-def configured(name: str, dtype: torch.dtype, length: int) -> Loaded:
+def configured(name: str, dtype: torch.dtype | None, length: int) -> Loaded:
     """Return the model of a configuration, with one row for a sample.
 
     Args:
         name: a folder with a ``config.json``, or a name that transformers knows
-        dtype: of the weights
+        dtype: of the weights (default: bfloat16)
         length: the tokens of a row, if the model reads tokens
 
     Raises:
         ValueError: transformers reads no configuration there, or the model reads something else.
     """
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        sys.modules["torchvision"] = None  # type: ignore[assignment]  # One that does not fit PyTorch; no model needs it.
+    _leave_out_torchvision()
     try:
         import transformers
     except ImportError:
         raise ValueError(f"{name!r} needs transformers, which is not there: pip install transformers") from None
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"transformers reads no configuration from {name!r}; give a folder with a config.json, a name that is in "
             f"its cache, or file.py:function ({str(error).partition(chr(10))[0]})"
         ) from None
-    config.use_cache = False
+    config.use_cache, dtype = False, dtype or torch.bfloat16
     kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         if kind is not None:
@@ -118,6 +119,14 @@ def configured(name: str, dtype: torch.dtype, length: int) -> Loaded:
             except ValueError:
                 model = transformers.AutoModel.from_config(config, dtype=dtype)
     return Loaded(model.train(), _sample(model, dtype, length), None, {})
+
+
+def _leave_out_torchvision() -> None:
+    """Let transformers not find a torchvision that does not fit PyTorch; no model needs it."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 
 def _sample(model: Any, dtype: torch.dtype, length: int) -> dict[str, Tensor]:
@@ -148,6 +157,7 @@ def with_adapters(model: nn.Module, rank: int | None, *, four_bits: bool) -> nn.
     """
     if rank is not None and rank < 1:
         raise ValueError(f"--lora must be a rank of 1 or more, but got {rank}")
+    _leave_out_torchvision()
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

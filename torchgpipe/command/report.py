@@ -28,6 +28,6 @@ def read_memories(text: str) -> list[float]:
     for part in text.split(","):
         count, size = re.fullmatch(r"\s*(?:(\d+)\s*x)?(.*)", part, re.IGNORECASE | re.DOTALL).groups()  # type: ignore[union-attr]
         sizes += [read_size(size)] * int(count or 1)
-    if not sizes or min(sizes) <= 0:
+    if min(sizes, default=0) < 2**10:  # 24 is meant to be 24GiB.
         raise ValueError(f"devices are given as 2x24GiB, or 24GiB,16GiB, but got {text!r}")
     return sizes
