@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,10 @@ class Checkpoints:
         """
         _verify_step(step)
         self.wait()
+        # Parameters and not views of them, so that copies of tied ones are one.
+        state_of = partial(self._model.state_dict, keep_vars=True) if asynchronous else self._model.state_dict
         content = {
-            # Parameters and not views of them, so that copies of tied ones are one.
-            "model": self._model.state_dict(keep_vars=asynchronous) if self._writes_model else {},
+            "model": state_of() if self._writes_model else {},
             "optimizer": {},
             "random": {self._rank: collect_random(self._model)},
             "state": state,
