@@ -60,38 +60,38 @@ THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 #: the same commit: the sum never rises.
 CAPS = {
     "torchgpipe": {
-        "devices": 661,
+        "devices": 676,
         "schedule": 872,
         "skip": 318,
         "processes": 761,
-        "replay": 796,
-        "model": 1029,
-        "batch": 1210,
+        "replay": 788,
+        "model": 1024,
+        "batch": 1185,
         "norms": 256,
         "listener": 65,
         "graph": 345,
         "transport": 152,
-        "gradients": 581,
-        "offload": 738,
-        "cell": 618,
+        "gradients": 579,
+        "offload": 729,
+        "cell": 613,
         "drive": 796,
         "proof": 301,
         "gpipe": 375,
-        "spine": 1357,
+        "spine": 1353,
         "run": 1624,
-        "pipeline": 823,
-        "front": 1357,
+        "pipeline": 813,
+        "front": 1351,
         "timeline": 479,
-        "distributed": 454,
+        "distributed": 456,
         "compat": 197,
         "integrations": 65,
-        "command": 394,
+        "command": 412,
         "public paths": 108,
     },
-    "torchgpipe_balancing": {"balancing": 496, "planning": 1684},
+    "torchgpipe_balancing": {"balancing": 485, "planning": 1686},
 }
 #: The sum of all caps, to be lowered with them. It rose once, by the commands and what they count with.
-TOTAL = 18912
+TOTAL = 18864
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -65,12 +65,7 @@ def __getattr__(name: str) -> Any:
 
 
 def balance_by_time(
-    module: nn.Sequential,
-    sample: Any,
-    *,
-    partitions: int = 1,
-    device: Device | None = None,
-    timeout: float = 1.0,
+    module: nn.Sequential, sample: Any, *, partitions: int = 1, device: Device | None = None, timeout: float = 1.0
 ) -> list[int]:
     """Balance the time that the partitions take for forward, recomputation and backward.
 
@@ -102,11 +97,7 @@ def balance_by_time(
 
 
 def balance_by_size(
-    module: nn.Sequential,
-    sample: Any,
-    *,
-    partitions: int = 1,
-    device: Device | None = None,
+    module: nn.Sequential, sample: Any, *, partitions: int = 1, device: Device | None = None
 ) -> list[int]:
     """Balance the memory that the partitions take: activations kept for backward, and parameters twice.
 

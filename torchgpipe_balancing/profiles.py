@@ -88,12 +88,7 @@ class Profile:
     rounds: int
 
     def costs(
-        self,
-        by: By = "time",
-        *,
-        recompute: bool = True,
-        chunks: int = 1,
-        param_scale: float = 2.0,
+        self, by: By = "time", *, recompute: bool = True, chunks: int = 1, param_scale: float = 2.0
     ) -> list[float]:
         """Return the cost of each layer.
 

@@ -15,14 +15,7 @@ from torchgpipe.model.settings import verify_number
 from torchgpipe.model.values import each
 from torchgpipe.replay.statistics import Norm
 
-__all__ = [
-    "GIVE_THEM",
-    "MicroBatches",
-    "order_of",
-    "to_floats",
-    "verify_independent",
-    "windows",
-]
+__all__ = ["GIVE_THEM", "MicroBatches", "order_of", "to_floats", "verify_independent", "windows"]
 
 #: The next move where a batch cannot be split, for errors.
 GIVE_THEM = "give the micro-batches yourself, pipelined(module, torchgpipe.MicroBatches([...]))"

@@ -30,14 +30,7 @@ from torchgpipe.batch.microbatch import chunk_sizes, has_an_item_for_each, rows_
 from torchgpipe.batch.sequence import CarriedCache
 from torchgpipe.model.values import each, is_cache, mapped, spread, walk
 
-__all__ = [
-    "Arguments",
-    "SplitBatch",
-    "Splitter",
-    "arguments_of",
-    "resized",
-    "vary_row",
-]
+__all__ = ["Arguments", "SplitBatch", "Splitter", "arguments_of", "resized", "vary_row"]
 
 
 class Arguments(NamedTuple):

@@ -21,14 +21,7 @@ from torchgpipe.batch.rule import Rule, Shares, rule_of
 from torchgpipe.devices.device import bring
 from torchgpipe.model.values import copy_without_graph, each, mapped, spread
 
-__all__ = [
-    "NO_LOSS_FUNCTION",
-    "NO_TARGET",
-    "LossFunction",
-    "Losses",
-    "Weight",
-    "verify_loss",
-]
+__all__ = ["NO_LOSS_FUNCTION", "NO_TARGET", "LossFunction", "Losses", "Weight", "verify_loss"]
 
 #: Takes the output and the target of a micro-batch, and returns its loss, or a pair: the loss and other values.
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]

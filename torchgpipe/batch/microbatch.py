@@ -132,11 +132,7 @@ class Batch:
 
     __slots__ = ("leaves", "skips", "spec")
 
-    def __init__(
-        self,
-        leaves: Leaves,
-        spec: pytree.TreeSpec | None = None,
-    ) -> None:
+    def __init__(self, leaves: Leaves, spec: pytree.TreeSpec | None = None) -> None:
         self.leaves = leaves
         self.spec = spec
         self.skips: Skips | None = None

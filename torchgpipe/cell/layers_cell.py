@@ -187,12 +187,7 @@ class LayersCell(Cell):
         return SecondRun(trained, _edges_of(outputs))
 
     def differentiate(
-        self,
-        grads: Sequence[Leaf],
-        *,
-        split: bool = False,
-        keep_graph: bool = False,
-        again: SecondRun | None = None,
+        self, grads: Sequence[Leaf], *, split: bool = False, keep_graph: bool = False, again: SecondRun | None = None
     ) -> list[Leaf]:
         """Differentiate the graph; see `Cell.differentiate`.
 

@@ -99,13 +99,7 @@ class _Pipelined(nn.Module):
         """The devices, for a `GPipe` that has this module as a layer."""
         return _settings_of(self).devices
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        scaler: torch.amp.GradScaler | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def step(self, *args: Any, target: Any = None, scaler: torch.amp.GradScaler | None = None, **kwargs: Any) -> Any:
         """Run a mini-batch forward and backward under the schedule; under :func:`torch.no_grad` only forward.
 
         Args:

@@ -404,12 +404,7 @@ class SampleProof:
             if pipeline.has_last:
                 ours[i] = _dense(output)
 
-        with (
-            self._refusing(),
-            self._plain.untouched(),
-            pipeline.aliased(backward=False) as aliases,
-            pipeline.at_step(),
-        ):
+        with self._refusing(), self._plain.untouched(), pipeline.aliased(backward=False) as aliases, pipeline.at_step():
             pipeline.mini_batch_for_proof(
                 self._plain.batch, finish, aliases, self.patience, backward=False
             ).run_forward_half()

@@ -32,9 +32,7 @@ T = TypeVar("T")
 
 
 def with_gradients(
-    aliases: Aliases,
-    work: Callable[[], tuple[T, Iterable[tuple[Tensor, Leaf]]]],
-    processes: Processes | None = None,
+    aliases: Aliases, work: Callable[[], tuple[T, Iterable[tuple[Tensor, Leaf]]]], processes: Processes | None = None
 ) -> T:
     """Run a step, and add its gradients to ``.grad``; if it fails, ``.grad`` is as it was before.
 

@@ -27,12 +27,7 @@ from torchgpipe.model.values import dotted, each
 from torchgpipe.processes.stand_in import StandIn
 from torchgpipe.replay.random import restored_generators
 
-__all__ = [
-    "attributes",
-    "changes_no_number",
-    "in_mode",
-    "untouched",
-]
+__all__ = ["attributes", "changes_no_number", "in_mode", "untouched"]
 
 #: What every module has, apart from what its class puts there; of this, only hooks and buffers are put back.
 _OF_EVERY_MODULE = {*vars(nn.Module())} - {"training"}

@@ -186,11 +186,7 @@ class HostCopies:
     """
 
     def __init__(
-        self,
-        aliases: OffloadedAliases,
-        streams: Sequence[Stream],
-        partitions: Sequence[int],
-        listener: Listener | None,
+        self, aliases: OffloadedAliases, streams: Sequence[Stream], partitions: Sequence[int], listener: Listener | None
     ) -> None:
         self._aliases, self._memory = aliases, aliases.host_memory
         self._streams, self._partitions, self._listener = streams, partitions, listener

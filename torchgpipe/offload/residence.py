@@ -192,12 +192,7 @@ class HostResidence(Residence):
 
 
 def residence_of(
-    aliases: Aliases,
-    streams: Sequence[Stream],
-    partitions: Sequence[int],
-    listener: Listener | None,
-    *,
-    watches: bool,
+    aliases: Aliases, streams: Sequence[Stream], partitions: Sequence[int], listener: Listener | None, *, watches: bool
 ) -> Residence:
     """Return the residence of a mini-batch with these aliases; see `HostResidence`."""
     if isinstance(aliases, OffloadedAliases):

@@ -96,11 +96,7 @@ class Outer(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mini_batch: MiniBatch,
-        trained: Sequence[Tensor],
-        exports: Sequence[Export],
-        *tensors: Tensor,
+        ctx: Any, mini_batch: MiniBatch, trained: Sequence[Tensor], exports: Sequence[Export], *tensors: Tensor
     ) -> Leaves:
         ctx.set_materialize_grads(False)
         ctx.mini_batch, ctx.trained, ctx.exports = mini_batch, trained, exports

@@ -158,13 +158,7 @@ class Pipeline:
             return outputs if batch.window is not None else outputs[0]
         return join(outputs, batch.sizes, settings.study.kinds[self.module.training], numbers.join)
 
-    def step(
-        self,
-        args: tuple[Any, ...],
-        target: Any,
-        kwargs: Any,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> Any:
+    def step(self, args: tuple[Any, ...], target: Any, kwargs: Any, scaler: torch.amp.GradScaler | None = None) -> Any:
         """Run a mini-batch forward and backward under the schedule, and return its loss."""
         settings, arguments = self.settings, Arguments(args, kwargs)
         if self.together is not None and scaler is not None:

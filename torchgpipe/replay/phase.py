@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import threading
 
-__all__ = [
-    "Phase",
-    "current_phase",
-    "enter_phase",
-    "first_run",
-    "is_checkpointing",
-    "is_recomputing",
-    "second_run",
-]
+__all__ = ["Phase", "current_phase", "enter_phase", "first_run", "is_checkpointing", "is_recomputing", "second_run"]
 
 #: (is checkpointing, is recomputing)
 Phase = tuple[bool, bool]

@@ -212,11 +212,7 @@ class _Doors:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        traced: Trace,
-        partitions: Sequence[PartitionLayout],
-        columns: Sequence[Sequence[int]],
+        self, module: nn.Module, traced: Trace, partitions: Sequence[PartitionLayout], columns: Sequence[Sequence[int]]
     ) -> None:
         self._module, self._traced = module, traced
         #: For each module of the spine, its column.

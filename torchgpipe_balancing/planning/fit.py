@@ -85,16 +85,8 @@ class Fit:
         sizes = [shown_size(size) for size in (self.weights, self.gradients, self.optimizer, self.activations)]
         rows = [("way to train", "fits", "idle", "speed", "each device holds at most")]
         for way in self.ways:
-            speed = f"{way.speed:.2f}x" if way.speed else "-"
-            rows.append(
-                (
-                    way.name,
-                    "yes" if way.fits else "no",
-                    f"{way.idle:.0%}",
-                    speed,
-                    ", ".join(map(shown_size, way.devices)),
-                )
-            )
+            fits, speed = "yes" if way.fits else "no", f"{way.speed:.2f}x" if way.speed else "-"
+            rows.append((way.name, fits, f"{way.idle:.0%}", speed, ", ".join(map(shown_size, way.devices))))
         best = max([way for way in self.ways if way.fits], key=lambda way: way.speed, default=None)
         guess = "the model reads numbers from tensors, which were taken for 1: what follows from them is off"
         written = ["nothing fits: give more or larger devices, or train fewer weights, as by --lora"]
