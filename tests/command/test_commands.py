@@ -106,7 +106,7 @@ def test_a_schedule_is_drawn_and_told(capsys: pytest.CaptureFixture[str], tmp_pa
         ("fit {users}:layers --devices 2x1GiB --batch 0", "--batch and --length must be 1 or more"),
         ("fit {users}:layers --devices 2x1GiB --lora 0", "--lora must be a rank of 1 or more"),
         ("fit {users}:nothing --devices 2x1GiB", "must return a module and a sample, .* but returned int"),
-        ("fit {users}:broken --devices 2x1GiB", "ZeroDivisionError: a bug of the user"),
+        ("fit {users}:broken --devices 2x1GiB", "ZeroDivisionError: a bug of the user, in .*users.py:\\d+$"),
         ("fit {users}:without_target --devices 2x1GiB", "loss_fn failed without a target; give that of the sample"),
         ("plan {users}:without_target --batch 8", "loss_fn failed without a target; give that of the sample"),
         ("fit /nowhere --devices 2x1GiB", "transformers reads no configuration from '/nowhere'"),

@@ -11,9 +11,12 @@ import json
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
+
+import torch
 
 from torchgpipe.command import environment, fit, links, plan, schedule
 
@@ -56,7 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if given.traceback:
             raise
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        print(f"{parser.prog} {given.command}: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+        kind, where = ("", "") if type(error) is ValueError else (f"{type(error).__name__}: ", _place_of(error))
+        print(f"{parser.prog} {given.command}: {kind}{' '.join(str(error).split())}{where}", file=sys.stderr)
         return 1
     return 0
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where a model has raised an error: the last line that is neither PyTorch's nor of this library."""
+    ours = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    return f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
