@@ -53,7 +53,7 @@ class Reading(nn.Module):
         if mask.all():
             for block in self.blocks:
                 q = block(x).unflatten(-1, (4, 8)).transpose(1, 2)
-                x = x + nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+                x = x + nn.functional.scaled_dot_product_attention(query=q, key=q, value=q).transpose(1, 2).flatten(2)
         return x
 
 def reading():
