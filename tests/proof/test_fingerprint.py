@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from torchgpipe.model.fingerprint import fingerprint, have_same_bits, length, weighted_sum
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.int64,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

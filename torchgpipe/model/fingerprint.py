@@ -47,7 +47,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of a tensor. The host waits for it."""
     tensor = dense(tensor)
     flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
-    bits = int(torch.hash_tensor(flat).item()) if flat.numel() else 0
+    bits = int(torch.hash_tensor(flat.view(torch.uint8) if flat.itemsize == 1 else flat).item()) if flat.numel() else 0
     wide = flat.dtype if flat.dtype in (torch.float32, torch.float64) else torch.float32
     total = torch.zeros(_COUNT, dtype=torch.float64, device=flat.device)
     squares = torch.zeros((), dtype=torch.float64, device=flat.device)
