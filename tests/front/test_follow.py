@@ -68,3 +68,26 @@ def test_what_cannot_follow_is_named() -> None:
     model[3].forward = model[0].forward
     with pytest.raises(ValueError, match=r"'0' of the network is called by layers on late:0 and on late:1"):
         follow(network, pipeline)
+
+
+def test_adapters_that_were_applied_before_the_proof_are_told_to_follow() -> None:
+    """They stay on their device while the sample runs, and what was said of it was about rows."""
+    model, _ = make()
+    sample = torch.randn(2, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="same device") as caught:
+        torchgpipe.pipelined(model, sample, chunks=2, devices=["late:0", "late:1"])
+    assert "call pipelined before it is applied, torchgpipe.follow after" in "".join(caught.value.__notes__)
+
+
+def test_adapters_that_are_applied_after_the_proof_follow() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+    plain, expected = make()
+    plain(x).square().mean().backward()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).requires_grad_(False).double()
+    torchgpipe.pipelined(model, x[:2], chunks=3, devices=["late:0", "late:1"])
+    network = follow(nn.ModuleList(map(LoRA, model)).double(), model)
+    network.load_state_dict(expected.state_dict())
+    model(x).square().mean().backward()
+    for ours, parameter in zip(network.parameters(), expected.parameters()):
+        torch.testing.assert_close(ours.grad.cpu(), parameter.grad)

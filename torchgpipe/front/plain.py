@@ -32,6 +32,9 @@ __all__ = ["Number", "PlainModel", "quote"]
 #: even gradients that ignore it are those of a step.
 _SHARE = 0.5
 
+#: What to do about an adapter that is no module of the model, and so was not moved with it.
+_FOLLOW = "an adapter outside the model was left behind: call pipelined before it is applied, torchgpipe.follow after"
+
 
 class Number(NamedTuple):
     """A number that a run has given, such as a loss.
@@ -117,7 +120,7 @@ class PlainModel:
         except Exception as error:
             error.add_note(
                 f"while {rows} rows of the sample ran through the plain model, to compare the pipeline with it "
-                f"({self.decisions()}); perhaps {self.remedy()}"
+                f"({self.decisions()}); perhaps {_FOLLOW if 'same device' in str(error) else self.remedy()}"
             )
             raise
 
@@ -289,8 +292,7 @@ class PlainModel:
         """Say what to do if rows cannot be split."""
         batch = self._settings.study.splitter.batch
         first = [name for name, child in self._module.named_modules() if getattr(child, "batch_first", True) is False]
-        remedy = f"dimension 0 of '{batch}' is not the batch"
-        remedy += f" (batch_first=True for '{first[0]}'?)" if first else " (batch_first=True?)"
+        remedy = f"dimension 0 of '{batch}' is not the batch (batch_first=True{f' for {first[0]!r}' if first else ''}?)"
         return f"{remedy}; name in no_chunk what every micro-batch gets whole, {GIVE_THEM}, or give chunks=1"
 
     def decisions(self) -> str:
