@@ -222,3 +222,14 @@ def test_diffusion(example: Example) -> None:
     for ours, plain, _ in losses:
         assert float(ours) == pytest.approx(float(plain), rel=1e-4)
     assert lines[-9] == "Digits that it draws:" and {len(line) for line in lines[-8:]} == {4 * 16 + 3 * 3}
+
+
+def test_diffusion_lora(example: Example) -> None:
+    small = "--steps 2 --batch 2 --width 16 --rank 2 --window 3 --windows 3"
+    lines = example("diffusion_lora", small, "diffusers peft sklearn").splitlines()
+    losses = [line.split()[1:] for line in lines if re.match(r" +\d-\d ", line)]
+    assert len(losses) == 3
+    for ours, plain, _ in losses:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-5)
+    assert any(re.fullmatch(r"Saved \d+ kB of adapters", line) for line in lines)
+    assert {len(line) for line in lines[-8:]} == {4 * 16 + 3 * 3}
