@@ -31,7 +31,7 @@ from benchmarks import (
     training,
     windows,
 )
-from benchmarks.campaigns import faults, packages, robustness
+from benchmarks.campaigns import diffusion_lora, faults, packages, robustness
 from benchmarks.campaigns.architectures.report import architectures, supported_models, unsupported_models
 from benchmarks.gpu import gpu_speed, gpu_table
 from benchmarks.program import Part
@@ -44,7 +44,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 #: Whose parts have tables.
 BENCHMARKS = (
     *(balance, batch_norm, checkpoints, distributed, fits, host_time, mechanisms, memory, offload, plan, published),
-    *(schedules, simulated_gpus, training, windows, faults, packages, robustness),
+    *(schedules, simulated_gpus, training, windows, diffusion_lora, faults, packages, robustness),
 )
 
 

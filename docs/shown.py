@@ -53,7 +53,7 @@ def printed(page: str, block: int, *, alone: bool = False) -> str:
 
 
 def commanded(*line: str) -> str:
-    """Return what a command prints, in a folder in which ``folder`` has the configuration of a model of 8B."""
+    """Return what a command prints, in a folder with the configuration of a model of 8B, and the flux.py of a page."""
     configuration = {
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096},
         **{"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -61,6 +61,8 @@ def commanded(*line: str) -> str:
     with tempfile.TemporaryDirectory() as at, contextlib.chdir(at):
         Path("folder").mkdir()
         Path("folder", "config.json").write_text(json.dumps(configuration))
+        page = ROOT / "docs" / "recipes" / "diffusion-lora.rst"
+        Path("flux.py").write_text(snippets.in_rst(page.read_text())[0].code)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             assert not main_of_commands([*line])
     wrapped = [textwrap.wrap(text, 100, subsequent_indent=8 * " ") or [""] for text in output.getvalue().splitlines()]
@@ -112,6 +114,7 @@ def measured() -> Iterator[tuple[str, str]]:
     yield "plan", plan
     yield "check", head + check
     yield "fit", commanded("fit", "folder", "--devices", "2x24GiB", "--lora", "16", "--length", "1024")  # a minute
+    yield "flux", commanded("fit", "flux.py:flux", "--devices", "2x24GiB")  # two minutes
 
 
 def files() -> Iterator[tuple[str, str]]:

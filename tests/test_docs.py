@@ -137,7 +137,8 @@ def test_code_of_other_libraries_is_python() -> None:
 
 def marked(page: Path) -> Any:
     """Return a page for `parametrize`; those that import a client take seconds."""
-    imports = re.search(r"^ +(?:from|import) (?:accelerate|transformers)\b", page.read_text(), flags=re.MULTILINE)
+    clients = r"^ +(?:from|import) (?:accelerate|diffusers|transformers)\b"
+    imports = re.search(clients, page.read_text(), flags=re.MULTILINE)
     return pytest.param(page, marks=[pytest.mark.slow] if imports else [], id=str(page.relative_to(ROOT / "docs")))
 
 
@@ -255,6 +256,6 @@ def test_what_pages_show_as_printed_is_printed_by_their_code(monkeypatch: pytest
     committed = {path.stem: path.read_text() for path in (ROOT / "docs" / "shown").glob("*.txt")}
     for name, text in shown.files():
         assert without_numbers(text) == without_numbers(committed.pop(name)), f"{name}.txt is older than the code"
-    assert committed.keys() == {"plan", "check", "fit"}  # which take longer
+    assert committed.keys() == {"plan", "check", "fit", "flux"}  # which take longer
     check = torchgpipe_balancing.planning.check.Check(1.0, (1.0,), (), (), ())
     assert without_numbers(committed["check"]).split() == without_numbers(str(check)).split()
