@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def test_gradients_are_compared_by_the_norm_of_their_difference() -> None:
     assert beside(one, other) == {"losses": {"plain": [1.0, 2.0], "ours": [1.0, 2.5]}, "gradients": 0.1}
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 @pytest.mark.parametrize("name", CASES)
 def test_a_recipe_is_a_difference_that_git_reads_and_calls_the_pipeline(name: str, tmp_path: Path) -> None:
     recipe = RECIPES / f"{name}.diff"
