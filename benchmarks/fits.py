@@ -65,7 +65,7 @@ def compared(architecture: Architecture) -> Row:
         if architecture.loss is not None:
             options |= {"loss_fn": lambda output, _: _mean(output), "reduce": "mean"}
         sample = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), args or kwargs)
-        found = fit(moved_to_meta(model), sample, [2.0**34] * 2, options=options)
+        found = fit(moved_to_meta(model), sample, [2.0**34] * 2, **options)
         row["counted"] = {"weights": found.weights, "kept": found.activations}
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"

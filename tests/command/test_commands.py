@@ -37,6 +37,18 @@ def with_target():
 
 def without_target():
     return *with_target()[:2], {"loss_fn": nn.functional.mse_loss}
+class Mapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+def compared():
+    return Mapping(), torch.randn(4, 64), {"loss_fn": nn.functional.mse_loss, "target": torch.randn(4, 64)}
 
 def broken():
     raise ZeroDivisionError("a bug\\nof the user")
@@ -200,11 +212,26 @@ def test_a_loss_function_has_its_target_and_ways_need_a_layer_a_device(
     assert sum(data(capsys, *line)["balance"]) == 8
 
 
+def test_a_loss_function_is_counted_with_its_target(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was once given no target, as the first example of the documentation, and failed; and the lines had no loss."""
+    told = data(capsys, "fit", f"{users}:compared", "--devices", "2x1MiB", "--batch", 16)
+    assert told["activations"] == 5 * 4 * 64 * 4  # The output of each tanh, and the difference.
+    written = {way["name"]: way["write"] for way in told["ways"]}["1F1B"]
+    namespace: dict[str, Any] = {}
+    exec(USERS, namespace)
+    model, sample, options = namespace["compared"]()
+    x, y = torch.randn(16, 64), torch.randn(16, 64)
+    expected = nn.functional.mse_loss(model(x), y)
+    names = {"torchgpipe": torchgpipe, "model": model, "sample": sample, "input": x, "target": y}
+    exec(written.replace("cuda:", "cpu:"), names | {"loss_fn": options["loss_fn"]}, names)
+    torch.testing.assert_close(names["loss"], expected.detach())
+
+
 def test_a_model_that_looks_at_values_is_counted_with_fused_attention(users: Path) -> None:
     from torchgpipe_balancing.planning.fit import fit
 
-    model, sample, _, options = on_meta(f"{users}:reading")
-    found = fit(model, sample, read_memories("1MiB,2 MiB"), batch=8, options=options)
+    model, sample, options = on_meta(f"{users}:reading")
+    found = fit(model, sample, read_memories("1MiB,2 MiB"), batch=8, **options)
     matrices = 4 * 2 * 4 * 64 * 64 * 4  # Of all pairs of tokens, by layer and head.
     assert 0 < found.activations < matrices
     assert found.operations > 4 * 2 * 2 * 64 * 32 * 32

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help="a folder or name that transformers reads a configuration from, or file.py:function, which returns a "
-        "model and a sample of as many rows as a micro-batch, or these and a dict of arguments such as loss_fn",
+        "model and a sample of as many rows as a micro-batch, or these and a dict of arguments as loss_fn and target",
     )
     parser.add_argument("--devices", required=True, metavar="2x24GiB", help="the memory of each device")
     parser.add_argument("--batch", type=int, help="the rows of a mini-batch (default: 4 micro-batches a device)")
@@ -50,9 +50,9 @@ def run(given: argparse.Namespace) -> Report:
     model = made.model
     if given.lora is not None or given.frozen_4bit:
         model = with_adapters(model, given.lora, four_bits=given.frozen_4bit)
-    more = {"batch": given.batch, "optimizer": OPTIMIZERS[given.optimizer], "options": made.options, "tell": _tell}
+    more = {"batch": given.batch, "optimizer": OPTIMIZERS[given.optimizer], "tell": _tell, **made.options}
     try:
-        found = fit(model, made.sample, memory, target=made.target, **more)
+        found = fit(model, made.sample, memory, **more)
     except Exception as error:
         if is_function:
             raise

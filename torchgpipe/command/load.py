@@ -25,11 +25,10 @@ _BLOCK = 64
 
 
 class Loaded(NamedTuple):
-    """A model, a sample, and perhaps the target of its loss function and arguments of its pipeline."""
+    """A model, a sample, and perhaps arguments of a plan, such as its loss function and the target of that."""
 
     model: nn.Module
     sample: Any
-    target: Any
     options: dict[str, Any]
 
 
@@ -55,20 +54,19 @@ def function_of(text: str) -> Loaded:
             f"{name} must return a module and a sample, or these and a dict of arguments of the pipeline, such as "
             f"{{'loss_fn': ..., 'target': ...}}, but returned {type(made).__name__}"
         )
-    options = dict(made[2]) if len(made) == 3 else {}
-    return Loaded(made[0], made[1], options.pop("target", None), options)
+    return Loaded(made[0], made[1], dict(made[2]) if len(made) == 3 else {})
 
 
 def on_meta(text: str, dtype: torch.dtype | None = None) -> Loaded:
     """Return what a function in a file returns, made on the meta device, floating point numbers perhaps in a type."""
     with torch.device("meta"):
-        model, sample, target, options = function_of(text)
+        model, *arguments = function_of(text)
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to("meta", dtype if tensor.is_floating_point() else None)
 
-    sample, target = pytree.tree_map_only(Tensor, moved, (sample, target))
-    return Loaded(moved_to_meta(model).to(dtype), sample, target, options)
+    sample, options = pytree.tree_map_only(Tensor, moved, arguments)
+    return Loaded(moved_to_meta(model).to(dtype), sample, options)
 
 
 def moved_to_meta(model: nn.Module) -> nn.Module:
@@ -118,7 +116,7 @@ def configured(name: str, dtype: torch.dtype | None, length: int) -> Loaded:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             except ValueError:
                 model = transformers.AutoModel.from_config(config, dtype=dtype)
-    return Loaded(model.train(), _sample(model, dtype, length), None, {})
+    return Loaded(model.train(), _sample(model, dtype, length), {})
 
 
 def _leave_out_torchvision() -> None:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="FILE.py:FUNCTION",
-        help="a function that returns a model and a sample, or these and a dict of arguments such as loss_fn",
+        help="a function that returns a model and a sample, or these and a dict of arguments as loss_fn and target",
     )
     parser.add_argument("--batch", type=int, required=True, help="the rows of a mini-batch")
     parser.add_argument("--devices", metavar="A,B", help="such as cuda:0,cuda:1 (default: those that are there)")
@@ -50,7 +50,6 @@ def run(given: argparse.Namespace) -> Report:
         memory=read_memories(given.memory) if given.memory else None,
         optimizer=OPTIMIZERS[given.optimizer],
         seconds=given.seconds,
-        target=tested.target,
         **tested.options,
     )
     if given.svg:

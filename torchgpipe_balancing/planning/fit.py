@@ -7,7 +7,7 @@ gradients over them, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -109,11 +109,11 @@ def fit(
     sample: Any,
     memory: Sequence[float],
     *,
-    target: Any = None,
     batch: int | None = None,
     optimizer: Optimizer = torch.optim.AdamW,
-    options: Mapping[str, Any] = {},
+    target: Any = None,
     tell: Callable[[str], None] = lambda _: None,
+    **options: Any,
 ) -> Fit:
     """Count what a model takes, on the meta device.
 
@@ -121,11 +121,11 @@ def fit(
         model: a model on the meta device
         sample: a micro-batch, as for :func:`torchgpipe.plan`
         memory: the bytes of each device, of which a tenth is left free
-        target: the target of the loss function, with the rows of the sample
         batch: the rows of a mini-batch (default: four micro-batches for each device)
         optimizer: as for :func:`torchgpipe.plan`
-        options: further arguments of the pipeline, such as ``loss_fn``
+        target: of the sample, for a ``loss_fn``
         tell: is called with the name of what is counted next
+        options: further arguments of the pipeline, such as ``loss_fn``
     """
     devices = tuple([Device(f"cuda:{k}", size * 0.9) for k, size in enumerate(memory)])
     states = states_of(optimizer)
@@ -147,7 +147,7 @@ def fit(
     rows = costs.rows[0]
     chunks = ceil(whole / rows)
     given = PlanInput(costs, devices, whole, 1.0 + states)
-    writes = partial(_lines, isinstance(model, nn.Sequential))
+    writes = partial(_lines, isinstance(model, nn.Sequential), "loss_fn" in options)
     owned = tested.parameters()
     trained = bytes_of([parameter for parameter in owned if parameter.requires_grad])
     return Fit(
@@ -204,9 +204,7 @@ def _way(name: str, problem: Problem, outcome: Outcome, alone: float, write: Cal
     )
 
 
-def _offloaded(
-    given: PlanInput, chunks: int, best: OffloadPlan | None, least: float, writes: Callable[..., str]
-) -> Way:
+def _offloaded(given: PlanInput, chunks: int, best: OffloadPlan | None, least: float, writes: Any) -> Way:
     """Return the way whose weights live in host memory."""
     if best is None:
         return Way("offload", False, 0.0, 0.0, (ceil(least),) * len(given.devices), "")
@@ -218,7 +216,7 @@ def _offloaded(
 
 
 def _lines(
-    is_sequential: bool, layers: Sequence[Sequence[str]], how: str, chunks: int, choice: Choice, devices: Sequence[str]
+    is_sequential: bool, has_loss_fn: bool, layers: Any, how: str, chunks: int, choice: Choice, devices: Sequence[str]
 ) -> str:
     """Return the lines that train in a way."""
     recomputed = [name for k in sorted(choice.recomputed) for name in layers[k]]
@@ -228,9 +226,8 @@ def _lines(
         return f"# {placed}{again}, and gradient accumulation over {chunks} micro-batches"
     arguments = f"chunks={chunks}, devices={[*devices]}, checkpoint={recomputed or 'never'!r}, "
     arguments += "offload=True" if how == "offload" else f"schedule={how!r}"
-    if is_sequential:
-        made = f"torchgpipe.GPipe(model, {[*choice.balance]}, {arguments}, loss_fn=loss_fn)"
-        return f"model = {made}\nloss = model.step(input, target=target)"
-    cuts = list(accumulate(choice.balance))[:-1]
-    balance = {layers[cut][0]: j for j, cut in enumerate(cuts, 1)}
-    return f"model = torchgpipe.pipelined(model, sample, balance={balance}, {arguments})\nloss = model.step(**batch)"
+    balance = {layers[cut][0]: j for j, cut in enumerate(list(accumulate(choice.balance))[:-1], 1)}
+    made = f"GPipe(model, {[*choice.balance]}" if is_sequential else f"pipelined(model, sample, balance={balance}"
+    if is_sequential or has_loss_fn:
+        return f"model = torchgpipe.{made}, {arguments}, loss_fn=loss_fn)\nloss = model.step(input, target=target)"
+    return f"model = torchgpipe.{made}, {arguments})\nloss = model.step(**batch)"
