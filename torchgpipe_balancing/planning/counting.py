@@ -86,18 +86,19 @@ class _Counter(ExitStack):
         self._end_forward()
         assert self._kept is not None
         of_layers = [self._unowned(memories) for memories in self._kept]
-        inputs = [sum(self._unowned(self._inputs.get(k, {})).values()) for k in range(len(of_layers))]
-        known: set[int] = set()
-        kept, again = [], []
-        for k, memories in enumerate(of_layers):
-            kept.append(sum([memories[key] for key in memories.keys() - known]))
+        inputs = [*[self._unowned(self._inputs.get(k, {})) for k in range(len(of_layers))], {}]
+        known, layers = set[int](), list[Layer]()
+        for k, (memories, waiting) in enumerate(zip(of_layers, self._waiting)):
             behind = {key: size for later in of_layers[k:] for key, size in later.items()}
-            again.append(sum([behind[key] for key in behind.keys() & known]))
+            copied = sum([behind[key] for key in behind.keys() & known])
+            used = {key for later in (*of_layers[k + 1 :], *inputs[k + 1 :]) for key in later}
+            # Where a layer is recomputed, what layers behind it use of its memories is kept all the same.
+            again = inputs[k] | {key: memories[key] for key in memories.keys() & used}
+            kept, input = [sum([size for key, size in of.items() if key not in known]) for of in (memories, again)]
+            crossing = sum(inputs[k + 1].values())
+            layers.append(Layer(kept=kept, again=copied, input=input, waiting=waiting, crossing=crossing))
             known |= memories.keys()
-        # Where a layer is recomputed, what layers behind it have saved of its output is kept all the same.
-        recomputed = [size + saved for size, saved in zip(inputs, [*again[1:], 0])]
-        sizes = zip(kept, again, recomputed, self._waiting, [*inputs[1:], 0])
-        return [Layer(kept=k, again=a, input=i, waiting=w, crossing=c) for k, a, i, w, c in sizes]
+        return layers
 
     def _unowned(self, memories: dict[int, int]) -> dict[int, int]:
         return {key: size for key, size in memories.items() if key not in self._owned}

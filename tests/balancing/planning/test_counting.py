@@ -27,12 +27,15 @@ def bytes_of(model: nn.Module, sample: Any, rows: int = ROWS, **options: Any) ->
 
 
 def test_a_linear_layer_and_a_relu() -> None:
-    """ReLU keeps its output, which is the input that the next linear layer keeps."""
+    """ReLU keeps its output, which is the input that the next linear layer keeps.
+
+    That is kept, too, where the layer of the ReLU is recomputed. It was once counted for both layers.
+    """
     assert bytes_of(mlp(3), torch.randn(2, WIDTH)) == [
         Layer(kept=X, again=0, input=X, waiting=X, crossing=X),
-        Layer(kept=X, again=X, input=2 * X, waiting=X, crossing=X),
+        Layer(kept=X, again=X, input=X, waiting=X, crossing=X),
         # The loss keeps nothing of the output.
-        Layer(kept=X, again=X, input=X, waiting=X, crossing=0),
+        Layer(kept=X, again=X, input=0, waiting=X, crossing=0),
     ]
 
 
@@ -54,3 +57,5 @@ def test_what_all_blocks_use_is_kept_once_and_again_where_it_is_used() -> None:
     # x * scale runs at the end of the part before; in the first, x and scale are one memory.
     assert [one.kept for one in found] == [X, 2 * X, 2 * X, X]
     assert [one.again for one in found] == [0, X, X, 0]
+    # Where all are recomputed, the skip and the products are.
+    assert [one.input for one in found] == [X, X, X, X]
