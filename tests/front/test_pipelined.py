@@ -816,6 +816,50 @@ def test_layout_shows_what_crosses(data: dict[str, Tensor]) -> None:
     assert "0 to 1: 2x5x6 float64, 480 B" in text
 
 
+class Skip(nn.Module):
+    """A level of a U-Net, around the levels below it."""
+
+    def __init__(self, down: nn.Module, below: nn.Module, up: nn.Module) -> None:
+        super().__init__()
+        self.down, self.below, self.up = down, below, up
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x).tanh()
+        return x + self.up(self.below(x).tanh())
+
+
+class Nested(nn.Module):
+    """A U-Net whose levels call what two lists of the model have, as DynUNet of MONAI does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.ups = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.levels: nn.Module = nn.Linear(4, 4)
+        for down, up in zip(self.downs, self.ups):
+            self.levels = Skip(down, self.levels, up)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.levels(x))
+        return output
+
+
+def test_levels_within_levels_are_parts_of_their_own(devices: Devices) -> None:
+    """They once were a single part, as no level calls two elements of one list itself."""
+    torch.manual_seed(0)
+    model: Any = Nested().double()
+    plain, x = copy.deepcopy(model), torch.randn(6, 4, dtype=torch.float64)
+    pipelined(model, (x[:2],), chunks=3, devices=devices(2), balance="parameters")
+    assert model.layout.spine == ["downs.2", "downs.1", "levels.below.below", "ups.1", "ups.2", "head"]
+    # A module with several names, as here each level, ties nothing.
+    assert model.layout.tied == []
+    model(x).square().sum().backward()
+    for part in x.chunk(3):
+        plain(part).square().sum().backward()
+    same(gradients(model), gradients(plain))
+
+
 def test_checkpointed_modules_run_again(devices: Devices, data: dict[str, Tensor]) -> None:
     model = decoder()
     plain = copy.deepcopy(model)

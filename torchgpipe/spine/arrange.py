@@ -309,8 +309,9 @@ class _Doors:
 
 
 def _tied(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several; not those that its module gives it by having several."""
     places: dict[Tensor, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
+    for prefix, child in module.named_modules():
+        for name, parameter in child.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append(name)
     return [tuple(names) for names in places.values() if len(names) > 1]

@@ -400,11 +400,11 @@ class Spine:
 
     def _leads_to_elements(self, name: str) -> bool:
         """Return whether a module calls several elements of one container, itself or through modules of its own."""
-        inner = self._inner(name)
-        elements = [child for child in inner if child in self._elements]
-        if len({child.rpartition(".")[0] for child in elements}) < len(elements):
-            return True
-        return any(self._leads_to_elements(child) for child in inner if child not in self._elements)
+        elements = self._elements_in(name)
+        return len({child.rpartition(".")[0] for child in elements}) < len(elements)
+
+    def _elements_in(self, name: str) -> set[str]:
+        return {one for child in self._inner(name) for one in {child} & self._elements or self._elements_in(child)}
 
     def _grouped(self, spine: list[str]) -> list[list[str]]:
         """Return the modules in the order of their calls, together if they cannot be kept apart."""
