@@ -184,6 +184,15 @@ def test_accumulate(example: Example) -> None:
         assert float(ours) == pytest.approx(float(plain), rel=1e-5)
 
 
+@pytest.mark.parametrize("more", ["", "--recompute --schedule GPipe"])
+def test_volumes(more: str, example: Example) -> None:
+    lines = example("volumes", f"--steps 2 --window 3 --size 8 --width 2 {more}").splitlines()
+    rows = [line.split()[1:] for line in lines if re.match(r" +(\d-\d|background|ball|rod) ", line)]
+    assert len(rows) == 2 + 3
+    for ours, plain, _ in rows:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-4)
+
+
 def test_mixed_precision(main: Callable[..., Any]) -> None:
     small, dtypes = "--steps 3 --batch 4 --context 8 --dtype", ("float32", "bfloat16", "float16")
     losses = {dtype: main("mixed_precision", f"{small} {dtype}", OF_MODEL) for dtype in dtypes}
