@@ -29,6 +29,7 @@ from benchmarks import (
     schedules,
     simulated_gpus,
     training,
+    volumes,
     windows,
 )
 from benchmarks.campaigns import diffusion_lora, faults, packages, robustness
@@ -44,7 +45,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 #: Whose parts have tables.
 BENCHMARKS = (
     *(balance, batch_norm, checkpoints, distributed, fits, host_time, mechanisms, memory, offload, plan, published),
-    *(schedules, simulated_gpus, training, windows, diffusion_lora, faults, packages, robustness),
+    *(schedules, simulated_gpus, training, volumes, windows, diffusion_lora, faults, packages, robustness),
 )
 
 
