@@ -16,12 +16,13 @@ from torch import nn
 
 import torchgpipe
 from torchgpipe import GPipe
-from torchgpipe.command.load import on_meta
+from torchgpipe.command.load import moved_to_meta, on_meta
 from torchgpipe.command.main import main
 from torchgpipe.command.report import read_memories
 from torchgpipe.devices import links
 from torchgpipe.devices.memory import storages_of
 from torchgpipe.schedule import program, simulate
+from torchgpipe_balancing.held import SavedTensors
 
 USERS = """
 import torch
@@ -210,6 +211,25 @@ def test_a_loss_function_has_its_target_and_ways_need_a_layer_a_device(
     assert [way["name"] for way in told["ways"]] == ["one card", "one card, recomputed", "offload"]
     line = ["plan", f"{users}:with_target", "--batch", 8, "--devices", "cpu:0,cpu:1", "--seconds", 0]
     assert sum(data(capsys, *line)["balance"]) == 8
+
+
+def test_a_network_of_convolutions_is_counted_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Volumes come one at a time, so a micro-batch has one row."""
+    from torchgpipe_balancing.planning.fit import fit
+
+    monkeypatch.syspath_prepend(Path(torchgpipe.__file__).parent.parent / "examples")
+    from volumes import UNet, loss_fn
+
+    model, volume, classes = UNet((2, 4, 4)), torch.randn(1, 1, 8, 8, 8), torch.zeros(1, 8, 8, 8).long()
+    saved = SavedTensors()
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda one: one.tensor):
+        loss = loss_fn(model(volume), classes)
+    owned = storages_of([*model.parameters(), volume])
+    kept = sum([size for key, size in saved.memories().items() if key not in owned])
+    del loss
+    given: dict[str, Any] = {"loss_fn": loss_fn, "target": classes.to("meta")}
+    found = fit(moved_to_meta(model), volume.to("meta"), [2.0**20] * 2, **given)
+    assert (found.rows, found.chunks, found.activations) == (1, 8, kept)
 
 
 def test_a_loss_function_is_counted_with_its_target(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
