@@ -85,13 +85,13 @@ CAPS = {
         "distributed": 456,
         "compat": 197,
         "integrations": 65,
-        "command": 418,
+        "command": 415,
         "public paths": 108,
     },
-    "torchgpipe_balancing": {"balancing": 485, "planning": 1686},
+    "torchgpipe_balancing": {"balancing": 485, "planning": 1684},
 }
 #: The sum of all caps, to be lowered with them. It rose once, by the commands and what they count with.
-TOTAL = 18870
+TOTAL = 18865
 
 #: The most lines of code of any room.
 LARGEST = 1900
