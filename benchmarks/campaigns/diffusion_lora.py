@@ -145,15 +145,15 @@ def beside(plain: dict[str, Any], ours: dict[str, Any]) -> Row:
 def diffusion_lora(result: dict[str, Any]) -> str:
     """Return a table of the trainers."""
 
-    def losses(way: str) -> Any:
-        return lambda row: " ".join([f"{loss:.5f}" for loss in row["losses"][way]])
+    def loss(way: str) -> Any:
+        return lambda row: f"{row['losses'][way][-1]:.5f}"
 
     def held(row: Row) -> str:
         apart = [row["bytes"].get(device, 0) / KIB for device in row["devices"].split(",")]
         return ", ".join([f"{size:.0f}" for size in apart]) if any(apart) else "one memory"
 
-    columns: dict[str, Any] = {"script of": "trainer", "settings": "settings", "losses as it is": losses("plain")}
-    columns |= {"with our lines": losses("ours"), "gradients differ by": "gradients:.0e"}
+    columns: dict[str, Any] = {"script of": "trainer", "settings": "settings", "last loss as it is": loss("plain")}
+    columns |= {"with our lines": loss("ours"), "gradients differ by": "gradients:.0e"}
     return table_of(result["rows"], {**columns, "KiB on each device": held})
 
 
