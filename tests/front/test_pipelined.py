@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import types
 import warnings
 import weakref
 from collections import deque
@@ -940,6 +941,28 @@ def test_a_step_does_not_pass_by_a_forward_of_the_models_own() -> None:
         model.step(X)
     del model.forward
     assert torch.equal(model.step(X), expected)
+
+
+def test_a_method_in_the_place_of_forward_does_not_train_past_the_pipeline() -> None:
+    """Trainers of TRL set one that calls the modules inside: the mini-batch went in one piece, without a word."""
+    model: Any = pipelined(sequential(), X[:2], chunks=2, devices=TWO, loss_fn=lambda output, _: output.mean())
+
+    def fused(self: Any, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+    expected = model(X)
+    model.forward = types.MethodType(fused, model)
+    with pytest.raises(RuntimeError, match=r"past the pipeline, by another forward .* or call del model\.forward"):
+        model(X)
+    model._original_forward = model.forward  # As accelerate does, around which it puts an autocast.
+    with pytest.raises(RuntimeError, match="past the pipeline"):
+        model(X)
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), expected)
+    del model.forward, model._original_forward
+    assert torch.equal(model(X), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated. Please switch to:DeprecationWarning")

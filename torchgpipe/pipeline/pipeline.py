@@ -235,13 +235,23 @@ class Pipeline:
         """Call a module of the spine on its device, and bring what it returns to where its arguments were.
 
         So methods of the model beside forward run on several devices, as far as they call modules of the spine.
+
+        Raises:
+            RuntimeError: a method that was set in the place of forward trains the model, without micro-batches.
         """
+        own = vars(self.module)
+        method = own.get("_original_forward", own.get("forward"))  # Accelerate puts an autocast around it.
+        if torch.is_grad_enabled() and getattr(method, "__func__", None) not in (None, type(self.module).forward):
+            raise RuntimeError(
+                f"'{door.name}' is called past the pipeline, by another forward that was set on the model, as "
+                "trainers of TRL and Liger kernels do; give the trainer pipelined(get_peft_model(model, ...), ...), "
+                "whose forward they leave alone, or call del model.forward"
+            )
         if self.host_memory is not None:
             return self._call_from_host_memory(door, args, kwargs)
         devices, streams = self.settings.devices, self.streams
         device = devices[door.column]
-        places = [streams.device_of(tensor) for _, tensor in each((args, kwargs))]
-        sources = [place for place in places if place is not None]
+        sources = [place for _, value in each((args, kwargs)) if (place := streams.device_of(value)) is not None]
         if not any([streams.moves(source, device) for source in sources]):
             return door.call_module(args, kwargs)
         with streams.current(device).use():
@@ -281,9 +291,7 @@ class Pipeline:
             self._doors = [
                 (weakref.ref(named[name]), name, column) for name, column in settings.doors.items() if name in named
             ]
-            users = None
-            if self.together is not None:
-                users = self.together.find_users(module)
+            users = None if self.together is None else self.together.find_users(module)
             self._slots = [
                 (weakref.ref(child), name, column) for child, name, column in own_slots(module, settings, users)
             ]
@@ -410,8 +418,7 @@ class Pipeline:
 
     def _copies(self) -> bool:
         """Return whether tensors are copied from column to column."""
-        first, *others = self.settings.devices
-        return any([self.streams.moves(first, device) for device in others])
+        return any([self.streams.moves(self.settings.devices[0], device) for device in self.settings.devices])
 
     def _end(self, mini_batch: MiniBatch, rows: int) -> None:
         # Modules of the model's own may recompute, too.
@@ -470,12 +477,9 @@ class Pipeline:
         """Return whether a mini-batch passes the partitions in one piece, and tell that once: it has no speed-up."""
         if torch.is_grad_enabled() or batch.carried is not None:
             return False
-        generates = any(
-            [
-                part.kwargs.get("use_cache") is True or any(map(is_cache, (*part.args, *part.kwargs.values())))
-                for part in batch.arguments
-            ]
-        )
+        asked = any([part.kwargs.get("use_cache") is True for part in batch.arguments])
+        given = [value for part in batch.arguments for value in (*part.args, *part.kwargs.values())]
+        generates = asked or any(map(is_cache, given))
         cost = "without a speed-up"
         cost += ", and all weights come from host memory each time" * (self.host_memory is not None)
         if generates:
@@ -540,10 +544,9 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), self.settings.places)
-        numbers = RandomNumbers(None)
         if self.together is not None:  # A micro-batch waits for other processes, too.
             patience = None
         batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(
-            batch, finish, aliases, actions, backward=backward, random_numbers=numbers, patience=patience
+            batch, finish, aliases, actions, backward=backward, random_numbers=RandomNumbers(None), patience=patience
         )
