@@ -174,3 +174,14 @@ def test_what_the_step_would_leave_out_is_refused(options: dict[str, Any], messa
     settings = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **options)
     with pytest.raises((TypeError, ValueError), match=message):
         kind(**{"model": of_one_row(bert()), **own}, args=settings)
+
+
+def test_a_launcher_of_processes_is_refused_with_one_process_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun accelerate wraps the model of a single process, too, which had no attribute ``step`` then."""
+    mode = transformers.training_args.ParallelMode.DISTRIBUTED
+    monkeypatch.setattr(transformers.TrainingArguments, "parallel_mode", property(lambda _: mode))
+    settings = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match=r"no use for \['torchrun, processes: 1'\]"):
+        PipelineTrainer(of_one_row(bert()), settings)

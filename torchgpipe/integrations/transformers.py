@@ -49,7 +49,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             "label_smoothing_factor": self.label_smoother is not None,
             "compute_loss": type(self).compute_loss is not Trainer.compute_loss,
             f"optim={self.args.optim.value}": "lomo" in self.args.optim,
-            f"{self.args.world_size} processes": self.args.world_size > 1,
+            f"torchrun, processes: {self.args.world_size}": self.args.parallel_mode.value == "distributed",
         }
         if any(no_use.values()):
             raise ValueError(
