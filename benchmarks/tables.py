@@ -29,6 +29,7 @@ from benchmarks import (
     schedules,
     simulated_gpus,
     training,
+    trl,
     volumes,
     windows,
 )
@@ -45,7 +46,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 #: Whose parts have tables.
 BENCHMARKS = (
     *(balance, batch_norm, checkpoints, distributed, fits, host_time, mechanisms, memory, offload, plan, published),
-    *(schedules, simulated_gpus, training, volumes, windows, diffusion_lora, faults, packages, robustness),
+    *(schedules, simulated_gpus, training, trl, volumes, windows, diffusion_lora, faults, packages, robustness),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,12 @@ TINY = [
     ("schedules", "activations", "--micro-batches 5 --steps 1", "| ZeroBubble "),
     ("schedules", "pipelined_activations", "--micro-batches 5 --steps 1", "| forward and backward "),
     ("schedules", "recorded", "--sleep 0.0002", "| one device at a time "),
+    (
+        "trl",
+        "trainers",
+        "--turns 1 --steps 1 --rows 4 --tokens 2 --chunks 2 --token 0 --least 0",
+        "| pipelined, 4 devices",
+    ),
     ("windows", "order", "--partitions 2 --micro-batches 2 5 --windows 2", "| ZeroBubble "),
     ("windows", "host", "--turns 1", "| pipelined | workers "),
     ("training", "pipelined", "--shrink 64", "over naive placement"),
@@ -125,6 +132,9 @@ def test_every_part_of_every_program_runs(
         pytest.importorskip("transformers", reason="it trains GPT-2")
     if name == "fits":
         pytest.importorskip("transformers", reason="the catalogue has its models")
+    if name == "trl":
+        pytest.importorskip("trl", reason="the trainers are its own")
+        warnings.filterwarnings("ignore", ".* is deprecated and will be removed in v6", FutureWarning)  # TRL 1.16 asks
     if part == "accuracy":
         pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     tiny_unet = published_memory.Experiment("pipeline-2", "unet", (1, 2), [25, 40], published_memory.Published("1M"))
