@@ -115,6 +115,7 @@ def measured() -> Iterator[tuple[str, str]]:
     yield "check", head + check
     yield "fit", commanded("fit", "folder", "--devices", "2x24GiB", "--lora", "16", "--length", "1024")  # a minute
     yield "flux", commanded("fit", "flux.py:flux", "--devices", "2x24GiB")  # two minutes
+    yield "qlora", commanded("fit", "folder", "--devices", "2x16GiB", "--frozen-4bit", "--length", "1024")
 
 
 def files() -> Iterator[tuple[str, str]]:

@@ -224,6 +224,29 @@ def test_lora(example: Example) -> None:
     assert re.search(r"^Saved \d+ kB of adapters", out, re.MULTILINE)
 
 
+def test_qlora(example: Example) -> None:
+    small = "--steps 3 --batch 6 --layers 2 --width 64 --chunks 3"
+    out = example("qlora", small, "transformers peft accelerate bitsandbytes")
+    assert "base_model.model.model.embed_tokens" in out, "the table of the partitions"
+    rows = re.findall(r"^ +(\d) +(\d\.\d{4}) +(\d\.\d{4})$", out, re.MULTILINE)
+    assert [step for step, *_ in rows] == ["1", "2", "3"]
+    for _, ours, plain in rows:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-3)  # in bfloat16
+    assert re.search(r"^Saved \d+ kB of adapters, and \d+ kB of weights with them merged$", out, re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed in v6:FutureWarning")  # as TRL 1.16 uses it
+def test_dpo(example: Example) -> None:
+    out = example("dpo", "--steps 3 --batch 3 --layers 2 --width 16 --chunks 3", "transformers peft trl")
+    assert "base_model.model.model.embed_tokens" in out, "the table of the partitions"
+    number = r"(-?\d\.\d+)"
+    rows = re.findall(rf"^ +\d  {number} +{number} +{number} +{number}$", out, re.MULTILINE)
+    assert len(rows) == 3
+    for row in rows:
+        loss, margin, *plain = map(float, row)
+        assert [loss, margin] == pytest.approx(plain, abs=2e-3)
+
+
 def test_diffusion(example: Example) -> None:
     lines = example("diffusion", "--steps 10 --batch 6 --width 8 --chunks 3", "diffusers sklearn").splitlines()
     losses = [line.split()[1:] for line in lines if re.match(r" +\d-\d ", line)]
