@@ -44,12 +44,11 @@ def over(devices: list[str]) -> Any:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", [transformers.Trainer, PipelineTrainer])
-def test_with_the_last_partition_on_its_device_a_trainer_trains_as_the_plain_model(
-    kind: Any, recomputes: bool, tmp_path: Path
-) -> None:
-    """Losses, labels and masks are where a Trainer has them, without a copy."""
+@pytest.mark.parametrize("devices", [["late:0", "late:1"], ["late:1", "late:0"]])
+def test_a_trainer_trains_as_the_plain_model(devices: list[str], kind: Any, recomputes: bool, tmp_path: Path) -> None:
+    """The Trainer of transformers once refused a loss that was not on its own device, that of the batches."""
     options: dict[str, Any] = {"activation_checkpointing": recomputes}
-    trainer, losses = fit(kind, over(["late:1", "late:0"]), tmp_path, **options)
+    trainer, losses = fit(kind, over(devices), tmp_path, **options)
     assert trainer.args.device == torch.device("late:0") and trainer.is_model_parallel
     plain, expected = fit(transformers.Trainer, llama(), tmp_path, **options)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -58,12 +57,18 @@ def test_with_the_last_partition_on_its_device_a_trainer_trains_as_the_plain_mod
     assert_close(ours, theirs, 1e-5)
 
 
-def test_the_trainer_of_transformers_refuses_a_loss_on_another_device(tmp_path: Path) -> None:
-    """The pages say what to do; the PipelineTrainer brings the loss back itself."""
-    with pytest.raises(ValueError, match="Calculated loss must be on the original device"):
-        fit(transformers.Trainer, over(["late:0", "late:1"]), tmp_path)
-    _, losses = fit(PipelineTrainer, over(["late:0", "late:1"]), tmp_path)
-    assert len(losses) == 3
+def test_numbers_are_where_the_batch_is_and_all_else_is_on_the_last_device() -> None:
+    batch, model = sample("llama", 4), over(["late:0", "late:1"])
+    model(**batch).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    output = model(**{name: value.to("late:0") for name, value in batch.items()})
+    assert (output.loss.device, output.logits.device) == (torch.device("late:0"), torch.device("late:1"))
+    output.loss.backward()
+    assert_close({name: parameter.grad for name, parameter in model.named_parameters()}, expected, 0.0)
+    assert model(**batch).loss.device == torch.device("late:1"), (
+        "a batch on the host leaves its loss on the last device"
+    )
 
 
 def test_generated_tokens_are_where_the_prompt_is() -> None:

@@ -104,8 +104,7 @@ class Pipeline:
     @property
     def has_last(self) -> bool:
         """Whether this process has the last column."""
-        processes = self.settings.processes
-        return processes is None or processes.rank == processes.last
+        return self.together is None or self.together.processes.rank == self.together.processes.last
 
     def at_step(self) -> AbstractContextManager[None]:
         """Surround a step, on which all processes agree, if there are several."""
@@ -114,10 +113,16 @@ class Pipeline:
     def forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a mini-batch, and return its output, with one autograd node that stands for all of it.
 
-        Of micro-batches that the caller gives, return a list with the output of each.
+        Of micro-batches that the caller gives, return a list with the output of each. The output is on the last device;
+        its numbers are where the batch is, if that is one of the devices: there a Trainer adds up losses.
         """
         with self.at_step():
-            return self._forward(args, kwargs)
+            output = self._forward(args, kwargs)
+        places = filter(None, (self.streams.device_of(tensor) for _, tensor in each((args, kwargs))))
+        home = next(places, self.settings.devices[-1])
+        if home not in self.settings.devices[:-1] or self.together is not None:
+            return output
+        return mapped(output, lambda tensor: tensor if tensor.dim() else self.to(home)(tensor))
 
     def _forward(self, args: tuple[Any, ...], kwargs: Any) -> Any:
         settings = self.settings
@@ -239,8 +244,8 @@ class Pipeline:
         Raises:
             RuntimeError: a method that was set in the place of forward trains the model, without micro-batches.
         """
-        own = vars(self.module)
-        method = own.get("_original_forward", own.get("forward"))  # Accelerate puts an autocast around it.
+        # Accelerate puts an autocast around it.
+        method = getattr(self.module, "_original_forward", self.module.forward)
         if torch.is_grad_enabled() and getattr(method, "__func__", None) not in (None, type(self.module).forward):
             raise RuntimeError(
                 f"'{door.name}' is called past the pipeline, by another forward that was set on the model, as "
@@ -360,8 +365,7 @@ class Pipeline:
         if self.together is not None:
             self.together.begin(module, batch, random_numbers, modes, f"{schedule}")
         if recorder is not None:
-            places = [Place(stream, names) for stream, names in zip(self._computing(), settings.parts)]
-            step = recorder.begin_step(m, places)
+            step = recorder.begin_step(m, [*map(Place, self._computing(), settings.parts)])
         columns = Columns(
             settings,
             m,
@@ -480,8 +484,7 @@ class Pipeline:
         asked = any([part.kwargs.get("use_cache") is True for part in batch.arguments])
         given = [value for part in batch.arguments for value in (*part.args, *part.kwargs.values())]
         generates = asked or any(map(is_cache, given))
-        cost = "without a speed-up"
-        cost += ", and all weights come from host memory each time" * (self.host_memory is not None)
+        cost = "without a speed-up" + ", and all weights come from host memory each time" * bool(self.host_memory)
         if generates:
             self._tell(f"calls with a cache, as in generate(), pass the partitions in one piece, {cost}", 9)
         elif batch.rows == 0:
@@ -544,8 +547,7 @@ class Pipeline:
     ) -> MiniBatch:
         """Return a mini-batch of a model that may draw, for a proof; `MiniBatch` and `Columns` know the arguments."""
         actions = program("GPipe", len(batch.sizes), self.settings.places)
-        if self.together is not None:  # A micro-batch waits for other processes, too.
-            patience = None
+        patience = None if self.together is not None else patience  # A micro-batch waits for other processes, too.
         batch = batch.mapped(Tensor.clone)  # Which the model may change; every run of a proof begins with the same.
         return self._mini_batch(
             batch, finish, aliases, actions, backward=backward, random_numbers=RandomNumbers(None), patience=patience
