@@ -50,7 +50,7 @@ def test_adapters_come_to_the_devices_of_their_layers(front: str, by_hook: bool)
         ours: Any = GPipe(model, [2, 2], **options)
     else:
         options |= {"offload": True, "partitions": 2} if front == "offload" else {}
-        ours = torchgpipe.pipelined(model, x[:2], verify=False, **options)
+        ours = torchgpipe.pipelined(model, x[:2], verify=False, balance="parameters", **options)
     assert follow(network, ours) is network
     assert [adapter.up.weight.device.index for adapter in network] == [0, 0, 1, 1]
     ours.step(x)

@@ -181,7 +181,7 @@ def _ways(given: PlanInput, chunks: int, writes: Callable[..., str]) -> Iterator
     for name, problem in ways:
         outcome = find_outcome(replace(problem, recomputes=False))
         yield _way(name, problem, outcome, seconds, write)
-        if problem.schedule == "1F1B":
+        if problem.schedule in ("GPipe", "1F1B"):  # The order of loss.backward(), and that of a step.
             recomputed = frozenset(range(len(problem.layers) - 1))
             outcome = problem.outcome(Choice(outcome.choice.balance, recomputed))
             yield _way(f"{name}, recomputed", problem, outcome, seconds, write)
