@@ -1,5 +1,5 @@
 // A table with long words becomes a list on a phone (house.css), where each cell tells its heading. Long names break at their
-// dots and underscores.
+// dots and underscores, and numbers do not.
 window.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("table.docutils").forEach((table) => {
     if (table.matches(".results") && !table.querySelector("td.prose")) return;
@@ -10,7 +10,7 @@ window.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("h1, h2, h3, td").forEach((place) => {
     const texts = document.createTreeWalker(place, NodeFilter.SHOW_TEXT);
     for (const text of [...(function* () { while (texts.nextNode()) yield texts.currentNode; })()]) {
-      const parts = text.textContent.split(/(?<=\w[._])(?=\w{2})/);
+      const parts = text.textContent.split(/(?<=[A-Za-z]\w*[._])(?=\w{2})/);
       if (parts.length > 1) text.replaceWith(...parts.flatMap((part, k) => (k ? [document.createElement("wbr"), part] : [part])));
     }
   });
