@@ -60,7 +60,7 @@ THIN = ["balance", "batchnorm", "checkpoint", "pipe"]
 #: the same commit: the sum never rises.
 CAPS = {
     "torchgpipe": {
-        "devices": 676,
+        "devices": 677,
         "schedule": 872,
         "skip": 318,
         "processes": 761,
@@ -85,13 +85,13 @@ CAPS = {
         "distributed": 456,
         "compat": 197,
         "integrations": 65,
-        "command": 415,
+        "command": 413,
         "public paths": 108,
     },
     "torchgpipe_balancing": {"balancing": 485, "planning": 1684},
 }
 #: The sum of all caps, to be lowered with them. It rose once, by the commands and what they count with.
-TOTAL = 18865
+TOTAL = 18864
 
 #: The most lines of code of any room.
 LARGEST = 1900

@@ -66,5 +66,7 @@ def test_processes_of_a_launcher_do_not_share_all_devices(
     with_accelerators(monkeypatch, 2)
     with pytest.raises(RuntimeError, match="has started 2 processes here, and each would use all 2 devices; start the"):
         asked()
+    with pytest.raises(ValueError, match="balance is required"):  # Which has devices of its own, and another mistake.
+        torchgpipe.GPipe(MODEL, devices=["cpu"])
     with_accelerators(monkeypatch, 1)  # As with CUDA_VISIBLE_DEVICES for each process.
     torchgpipe.GPipe(MODEL, [2])

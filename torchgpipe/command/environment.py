@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchgpipe.command.report import Report
-from torchgpipe.devices.device import default_devices, kind_of
+from torchgpipe.devices.device import accelerators, kind_of
 from torchgpipe.devices.memory import shown_size
 
 __all__ = ["add_arguments", "run"]
@@ -39,7 +39,7 @@ def run(given: argparse.Namespace) -> Report:
         "packages": {name: there[name] for name in _BESIDE if name in there},
         "devices": {
             str(device): {"kind": kind_of(device), "memory": torch.accelerator.get_memory_info(device)[1]}
-            for device in default_devices(0)
+            for device in accelerators()
         },
     }
     told = {**data, "packages": ", ".join(f"{name} {version}" for name, version in data["packages"].items())}

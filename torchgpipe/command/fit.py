@@ -56,10 +56,8 @@ def run(given: argparse.Namespace) -> Report:
     except Exception as error:
         if is_function:
             raise
-        read = " and ".join(made.sample)
-        raise ValueError(
-            f"with {read} the model fails; give a function that makes it with a sample ({error})"
-        ) from error
+        read = f"with {' and '.join(made.sample)} the model fails"
+        raise ValueError(f"{read}; give a function that makes it with a sample ({error})") from error
     _tell("")
     data = asdict(found)
     data["ways"] = [way._asdict() for way in found.ways]

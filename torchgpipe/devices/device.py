@@ -12,6 +12,7 @@ from torchgpipe.devices import links
 from torchgpipe.devices.typing import Device
 
 __all__ = [
+    "accelerators",
     "bring",
     "canonical_device",
     "default_device",
@@ -69,23 +70,26 @@ def default_device() -> torch.device:
     return canonical_device(_accelerator() or "cpu")
 
 
+def accelerators() -> list[torch.device]:
+    """Return all accelerators of the machine."""
+    kind = _accelerator()
+    return [] if kind is None else [torch.device(kind.type, k) for k in range(torch.accelerator.device_count())]
+
+
 def default_devices(n: int) -> list[torch.device]:
     """Return all accelerators of the machine, or the CPU ``n`` times if there is no accelerator.
 
     Raises:
         RuntimeError: a launcher has started several processes, each of which would use all accelerators.
     """
-    accelerator = _accelerator()
-    if accelerator is None:
-        return [torch.device("cpu")] * n
-    count, processes = torch.accelerator.device_count(), os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if count > 1 and processes != "1":
+    there, processes = accelerators(), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if len(there) > 1 and processes != "1":
         raise RuntimeError(
             f"a launcher (torchrun, accelerate launch) has started {processes} processes here, and each would use all "
-            f"{count} devices; start the script with python alone, or give each process devices= of its own, for "
+            f"{len(there)} devices; start the script with python alone, or give each process devices= of its own, for "
             "replicas, or mesh=, for a pipeline over processes"
         )
-    return [torch.device(accelerator.type, index) for index in range(count)]
+    return there or [torch.device("cpu")] * n
 
 
 def working_devices() -> list[torch.device]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from torchgpipe.devices.device import canonical_device, default_devices
+from torchgpipe.devices.device import accelerators, canonical_device, default_devices
 from torchgpipe.devices.torch_internals import is_optimized, uses_cuda_graphs
 from torchgpipe.devices.typing import Device
 from torchgpipe.model.partition import Partition
@@ -106,7 +106,7 @@ def _recommend_balancing(message: str, layers: int, wanted: int = 0) -> str:
         layers: the number of layers of the module
         wanted: the number of partitions to recommend; 0 for one per accelerator
     """
-    partitions = max(1, min(layers, wanted or max(2, len(default_devices(2)))))
+    partitions = max(1, min(layers, wanted or max(2, len(accelerators()))))
     return f"""{message}
 
 Let the balance be measured, here for {partitions} partition{"s" * (partitions > 1)}:
@@ -158,7 +158,7 @@ def verify_devices(devices: Iterable[Device] | None, n: int) -> list[torch.devic
         )
     known = default_devices(n) if devices is None else [canonical_device(device) for device in islice(devices, n)]
     if len(known) < n:
-        there = known or default_devices(n)
+        there = known or accelerators() or [torch.device("cpu")]
         shared = [str(there[j * len(there) // n]) for j in range(n)]
         raise IndexError(
             f"too few devices to hold given partitions (devices: {len(known)}, partitions: {n}); let neighbours share "
