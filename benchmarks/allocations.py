@@ -8,7 +8,7 @@ computes in a worker thread. The lines go to stderr, which is a file for the tim
 libraries such as oneDNN use inside an operation is not a tensor and not counted. The switch is found
 under this name where PyTorch was built as its Linux wheels are.
 
-On a GPU the same figure is read from `torch.cuda.max_memory_allocated`.
+On a GPU the same figure is read from `torch.accelerator.max_memory_allocated`.
 
 A figure is above the level at rest: parameters, buffers, the input, and gradients where they are
 present before the step.
@@ -81,13 +81,13 @@ def _lines(report: bytes) -> list[tuple[bytes, int, int]]:
 def _peaks_on_gpus(run: Callable[[], object], devices: Sequence[torch.device]) -> list[int]:
     """Return the same for each GPU."""
     for device in devices:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    rest = [torch.cuda.memory_allocated(device) for device in devices]
+        torch.accelerator.synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+    rest = [torch.accelerator.memory_allocated(device) for device in devices]
     run()
     for device in devices:
-        torch.cuda.synchronize(device)
-    return [torch.cuda.max_memory_allocated(device) - low for device, low in zip(devices, rest, strict=True)]
+        torch.accelerator.synchronize(device)
+    return [torch.accelerator.max_memory_allocated(device) - low for device, low in zip(devices, rest, strict=True)]
 
 
 @cache

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from benchmarks.memory_steps import resident
 from benchmarks.peers import Answer, Request, serve
 from benchmarks.program import Part, Program, ask_in_turn
 from benchmarks.records import MIB, Row, spread, table_of
@@ -87,11 +88,11 @@ def answer(peer: str, request: Request) -> Answer:
 def measured(action: Callable[[], object]) -> dict[str, float]:
     """Return the seconds that a call takes, and the most memory that it takes meanwhile, in MiB."""
     return_freed()
-    peaks, done = [own_memory()], Event()
+    peaks, done = [resident("RssAnon")], Event()
 
     def watch() -> None:
         while not done.wait(0.001):
-            peaks.append(own_memory())
+            peaks.append(resident("RssAnon"))
 
     (watching := Thread(target=watch)).start()
     start = perf_counter()
@@ -100,12 +101,6 @@ def measured(action: Callable[[], object]) -> dict[str, float]:
     done.set()
     watching.join()
     return {"seconds": seconds, "MiB": (max(peaks) - peaks[0]) / MIB}
-
-
-def own_memory() -> int:
-    """Return the bytes of this process that no file backs."""
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

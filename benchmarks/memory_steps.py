@@ -100,7 +100,9 @@ def first_steps(request: Request) -> Answer:
 
 
 def resident(key: str) -> int:
-    """Return the bytes that are resident now, ``'VmRSS'``, or that were at most, ``'VmHWM'``. Linux."""
+    """Return the bytes that are resident now, ``'VmRSS'``, of these what no file backs, ``'RssAnon'``, or the most that
+    were until now, ``'VmHWM'``. Linux.
+    """
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
 

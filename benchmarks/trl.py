@@ -20,7 +20,6 @@ import argparse
 import importlib.metadata
 import os
 import statistics
-import string
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from benchmarks.campaigns.architectures.operators import register_missing
+from benchmarks.peers import examples_on_path
 from benchmarks.program import Part, Program, Progress
 from benchmarks.records import MIB, Row, ratios, shown, spread, table_of
 from torchgpipe import pipelined
@@ -81,20 +81,10 @@ def policy(args: argparse.Namespace) -> Any:
     return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear"))
 
 
-def tokenizer() -> Any:
-    """Return a tokenizer of single characters."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    vocabulary = [*marks.values(), *string.printable]
-    model = models.BPE({token: k for k, token in enumerate(vocabulary)}, [], unk_token="<pad>")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **marks)
-
-
 def by_dpo(model: Any, settings: dict[str, Any], args: argparse.Namespace) -> Any:
     """Return a trainer that prefers one of two completions."""
     from datasets import Dataset
+    from dpo import tokenizer
     from trl import DPOConfig, DPOTrainer
 
     rows = [
@@ -107,6 +97,7 @@ def by_dpo(model: Any, settings: dict[str, Any], args: argparse.Namespace) -> An
 def by_grpo(model: Any, settings: dict[str, Any], args: argparse.Namespace) -> Any:
     """Return a trainer that rewards digits in completions of a fixed length."""
     from datasets import Dataset
+    from dpo import tokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     def digits(completions: list[str], **_: Any) -> list[float]:
@@ -133,6 +124,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.folder is not None:
         sys.path.insert(0, str(args.folder.resolve()))
     register_missing()
+    examples_on_path()
     versions = {name: importlib.metadata.version(name) for name in PEERS}
     progress, rows = Progress(len(METHODS) * args.turns), list[Row]()
     for method in METHODS:

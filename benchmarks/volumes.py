@@ -16,7 +16,6 @@ gives a network of six levels. The volumes of a window are micro-batches; all ha
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import volume_networks
+from benchmarks.allocations import peaks_of
 from benchmarks.offload import CARD
 from benchmarks.peers import examples_on_path
 from benchmarks.program import Part, Program, Progress
@@ -158,16 +158,7 @@ def peaks(way: Way, edge: int) -> list[int]:
     model.to("late:0")
     step = step_of(way, model, loss_fn, edge)
     step()  # Gradients stay.
-    gc.collect()
-    rest = []
-    for k in range(way.devices):
-        torch.accelerator.synchronize(k)
-        torch.accelerator.reset_peak_memory_stats(k)
-        rest.append(torch.accelerator.memory_allocated(k))
-    step()
-    for k in range(way.devices):
-        torch.accelerator.synchronize(k)
-    return [torch.accelerator.max_memory_allocated(k) - low for k, low in enumerate(rest)]
+    return peaks_of(step, [torch.device("late", k) for k in range(way.devices)])
 
 
 def costs_of_volume(edge: int) -> Costs:

@@ -37,13 +37,13 @@ from torchgpipe.integrations.transformers import PipelineTrainer
 CONTEXT = 48  # characters
 
 
-def windows(options: argparse.Namespace) -> list[dict[str, Tensor]]:
+def pieces(options: argparse.Namespace) -> list[dict[str, Tensor]]:
     """Return pieces of the manual that comes with Python, a number for each character."""
     text = "\n".join(text for _, text in sorted(topics.items())).encode("ascii", "replace")
     generator = torch.Generator().manual_seed(options.seed)
     starts = torch.randint(len(text) - CONTEXT, (options.batch * options.steps,), generator=generator)
-    pieces = [torch.tensor(list(text[start : start + CONTEXT])) for start in starts.tolist()]
-    return [{"input_ids": piece, "labels": piece} for piece in pieces]
+    rows = [torch.tensor(list(text[start : start + CONTEXT])) for start in starts.tolist()]
+    return [{"input_ids": piece, "labels": piece} for piece in rows]
 
 
 def save_a_model(folder: str, options: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ def train(kind: Any, model: Any, folder: str, options: argparse.Namespace) -> li
     )
     if settings.n_gpu > 1:
         settings._n_gpu = 1  # Or the Trainer puts nn.DataParallel around the plain model.
-    trainer = kind(model, settings, train_dataset=windows(options))
+    trainer = kind(model, settings, train_dataset=pieces(options))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights, run, adapters = (f"{folder}/{name}" for name in ("weights", "run", "adapters"))
         save_a_model(weights, options)
-        rows = windows(options)[:2]
+        rows = pieces(options)[:2]
         sample = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         model = torchgpipe.pipelined(adapted(weights, options), sample, chunks=options.chunks)
         print(f"As a pipeline:\n{model.layout}\n", flush=True)
@@ -122,7 +122,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=64, help="length of the vector at each character")
     add("--rank", type=int, default=4, help="rank of the adapters")
     add("--chunks", type=int, default=4, help="micro-batches in a mini-batch")
-    add("--batch", type=int, default=16, help="windows of text in a mini-batch")
+    add("--batch", type=int, default=16, help="pieces of text in a mini-batch")
     add("--steps", type=int, default=10, help="steps of training")
     add("--seed", type=int, default=0, help="seed of weights and batches")
     return parser.parse_args(arguments)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ def users(tmp_path: Path) -> Path:
     path = tmp_path / "users.py"
     path.write_text(USERS)
     return path
+
+
+def kept_by(run: Callable[[], torch.Tensor], owned: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Return a loss, and the bytes that autograd keeps for its backward, without those of tensors that are there."""
+    saved, there = SavedTensors(), storages_of(owned)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda one: one.tensor):
+        loss = run()
+    return loss, sum([size for key, size in saved.memories().items() if key not in there])
 
 
 def data(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
@@ -176,18 +185,15 @@ def test_what_fits_is_counted(users: Path, capsys: pytest.CaptureFixture[str]) -
     exec(USERS, namespace)
     model, sample, options = namespace["layers"]()
     optimizer = torch.optim.AdamW(model.parameters())
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        loss = options["loss_fn"](model(sample), None)
+    weights = list(model.parameters())
+    loss, kept = kept_by(lambda: options["loss_fn"](model(sample), None), [*weights, sample])
     loss.backward()
     optimizer.step()
     states = [state for of in optimizer.state.values() for state in of.values() if state.numel() > 1]
-    weights = list(model.parameters())
-    owned = storages_of([*weights, sample])
     assert told["parameters"] == sum([weight.numel() for weight in weights])
     assert told["weights"] == told["gradients"] == sum([weight.nbytes for weight in weights])
     assert told["optimizer"] == sum([state.nbytes for state in states])
-    assert told["activations"] == sum([size for key, size in storages_of(kept).items() if key not in owned])
+    assert told["activations"] == kept
     assert told["operations"] == 8 * 2 * 2 * 4 * 64 * 256
     ways = {way["name"]: way for way in told["ways"]}
     assert not ways["one card"]["fits"] and ways["1F1B"]["fits"]
@@ -221,12 +227,7 @@ def test_a_network_of_convolutions_is_counted_to_the_byte(monkeypatch: pytest.Mo
     from volumes import UNet, loss_fn
 
     model, volume, classes = UNet((2, 4, 4)), torch.randn(1, 1, 8, 8, 8), torch.zeros(1, 8, 8, 8).long()
-    saved = SavedTensors()
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda one: one.tensor):
-        loss = loss_fn(model(volume), classes)
-    owned = storages_of([*model.parameters(), volume])
-    kept = sum([size for key, size in saved.memories().items() if key not in owned])
-    del loss
+    _, kept = kept_by(lambda: loss_fn(model(volume), classes), [*model.parameters(), volume])
     given: dict[str, Any] = {"loss_fn": loss_fn, "target": classes.to("meta")}
     found = fit(moved_to_meta(model), volume.to("meta"), [2.0**20] * 2, **given)
     assert (found.rows, found.chunks, found.activations) == (1, 8, kept)
